@@ -1,0 +1,48 @@
+"""The one family of errors that Tilewright raises on purpose.
+
+A message names its subject (file or tensor), the value, the rule and the way out. The command line prints it without a
+traceback and exits with 1; everything else that escapes is a bug.
+"""
+
+from __future__ import annotations
+
+
+class TilewrightError(Exception):
+    """Something in the input or the request cannot be served.
+
+    Args:
+        message: Subject, fact with value and rule, without a final period.
+        hint: What the user can do about it; printed on a line of its own.
+    """
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
+
+
+class CheckpointError(TilewrightError):
+    """A checkpoint or one of its files is missing, damaged or inconsistent."""
+
+
+class SchemeError(TilewrightError):
+    """A weight cannot be quantized in the requested scheme."""
+
+
+class LayoutError(TilewrightError):
+    """Tensors do not fit a layout, or are not what the layout says."""
+
+
+class PlanError(TilewrightError):
+    """A job is refused before any weight is read; carries every reason at once."""
+
+
+class VerifyError(TilewrightError):
+    """A verification cannot be carried out (a result below its threshold is not an error, see exit code 3)."""
+
+
+class KernelUnavailableError(TilewrightError):
+    """No bundled kernel can run this; the message lists the candidates and why each declined."""

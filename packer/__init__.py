@@ -1,0 +1,1 @@
+"""Offline conversion: quantize, pack and verify checkpoints."""
