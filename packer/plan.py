@@ -1,0 +1,117 @@
+"""What a job will do, decided from headers alone: the planner fills these types, the pipeline executes them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+
+from tilewright.kernels.tensors import Reject, TensorSpec
+
+
+@dataclass(frozen=True)
+class Source:
+    """A source tensor, or one slice of its first dimension (one expert of a stack).
+
+    Attributes:
+        name: Name in the source checkpoint.
+        index: Position along the first dimension, or None for the whole tensor.
+    """
+
+    name: str
+    index: int | None = None
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A run of bytes of one output tensor; the pieces of a tensor cover it exactly.
+
+    Attributes:
+        name: Output tensor.
+        spec: dtype and shape of this piece.
+        offset: Where it begins inside the output tensor, in bytes.
+    """
+
+    name: str
+    spec: TensorSpec
+    offset: int = 0
+
+
+class Step(Protocol):
+    """The computation of one task: pure, picklable, the same bytes whenever and wherever it runs."""
+
+    def run(self, sources: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Turn the task's sources (views of mapped files, in order) into its pieces, by output name."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """The step of a tensor that keeps its bytes; the pipeline streams it from file to file without calling `run`."""
+
+    def run(self, sources: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Never called: streamed instead."""
+        raise AssertionError("copies are streamed")
+
+
+@dataclass(frozen=True)
+class Task:
+    """The unit of work, memory and restart: some sources become some pieces.
+
+    Attributes:
+        sources: What is read.
+        pieces: What is written; exactly what `step` gives.
+        step: How.
+    """
+
+    sources: tuple[Source, ...]
+    pieces: tuple[Piece, ...]
+    step: Step
+
+
+FateKind = Literal["quantized", "packed", "copied", "dropped"]
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What becomes of one source tensor: exactly one of these for every name in the source.
+
+    Attributes:
+        kind: What is done.
+        reason: Why, for people ("router", "K = 576 is not a multiple of group 128", "excluded by --exclude lm_head").
+        outputs: Names of the output tensors that it feeds.
+    """
+
+    kind: FateKind
+    reason: str
+    outputs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that a run will do; complete before any weight byte is read.
+
+    Attributes:
+        tensors: Every output tensor, in the order in which shards are filled.
+        tasks: In that order too.
+        fates: One for each source tensor.
+        config: The output's config.json.
+        modules: What to write about packed modules in shard headers: module -> fields of `tilewright.modules`.
+        metadata: Further header metadata of every shard.
+        options: Every option that can change an output byte; hashed, so that a resumed run is the same run.
+        extra_files: Further small files to write, name -> content.
+        rejects: Reasons to refuse; a plan with any is never executed.
+        notes: Things worth telling that are no reason to refuse.
+    """
+
+    tensors: dict[str, TensorSpec]
+    tasks: tuple[Task, ...]
+    fates: dict[str, Fate]
+    config: dict[str, Any]
+    modules: dict[str, dict[str, Any]] = field(default_factory=dict)
+    metadata: dict[str, str] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
+    extra_files: dict[str, bytes] = field(default_factory=dict)
+    rejects: tuple[Reject, ...] = ()
+    notes: tuple[str, ...] = ()
