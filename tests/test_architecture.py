@@ -1,0 +1,116 @@
+"""The rules of docs/architecture.md and CONTRIBUTING.md that a machine can check."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FOLDERS = {"tilewright.kernels": "kernels/python", "tilewright.packer": "packer", "tilewright.cli": "cli"}
+MAY_IMPORT: dict[str, set[str]] = {
+    "tilewright.kernels": set(),
+    "tilewright.packer": {"tilewright.kernels"},
+    "tilewright.cli": {"tilewright.kernels", "tilewright.packer"},
+}
+TREES = ("packer", "kernels", "cli", "tests", "examples", "benchmarks", "docs", ".ci")
+FILES = [
+    path
+    for path in [*ROOT.glob("*.*"), ROOT / "Makefile", *(path for tree in TREES for path in (ROOT / tree).rglob("*"))]
+    if path.is_file() and "__pycache__" not in path.parts
+]
+SOURCES = [path for path in FILES if path.suffix in {".py", ".cpp", ".h", ".cu"}]
+PYTHON = [path for path in SOURCES if path.suffix == ".py"]
+
+
+def _name(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def _imports(tree: ast.AST, module: str) -> Iterator[tuple[ast.stmt, str]]:
+    """Every import statement below `tree` with the absolute name of what it imports."""
+    package = module.split(".")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level] if node.level else []
+            stem = ".".join([*base, *([node.module] if node.module else [])])
+            yield from ((node, f"{stem}.{alias.name}") for alias in node.names)
+
+
+def _modules() -> Iterator[tuple[str, str, Path]]:
+    """Package, module (an `__init__` counted as a module inside it) and path of every file of the three packages."""
+    for package, folder in FOLDERS.items():
+        for path in PYTHON:
+            if path.is_relative_to(ROOT / folder):
+                parts = path.relative_to(ROOT / folder).with_suffix("").parts
+                yield package, ".".join([package, *parts]), path
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=_name)
+def test_files_are_short(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 400
+
+
+@pytest.mark.parametrize("path", PYTHON, ids=_name)
+def test_functions_are_short(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(node, clean=False) or ""
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1 - docstring.count("\n")
+            assert lines <= 60, f"{node.name} has {lines} lines without its docstring"
+
+
+def test_imports_run_one_way() -> None:
+    wrong = [
+        f"{_name(path)} imports {target}"
+        for package, module, path in _modules()
+        for _, target in _imports(ast.parse(path.read_text()), module)
+        for other in FOLDERS
+        if (target + ".").startswith(other + ".") and other != package and other not in MAY_IMPORT[package]
+    ]
+    assert not wrong
+
+
+def test_own_imports_stand_at_the_top() -> None:
+    """Only commands may import our own modules late, so that `--help` does not pay for torch."""
+    wrong = [
+        f"{_name(path)}:{node.lineno} imports {target} inside {function.name}"
+        for package, module, path in _modules()
+        if package != "tilewright.cli"
+        for function in ast.walk(ast.parse(path.read_text()))
+        if isinstance(function, ast.FunctionDef)
+        for node, target in _imports(function, module)
+        if target.startswith("tilewright.")
+    ]
+    assert not wrong
+
+
+def test_no_import_cycles() -> None:
+    modules = {module.removesuffix(".__init__"): path for _, module, path in _modules()}
+    graph: dict[str, set[str]] = {}
+    for name, path in modules.items():
+        inner = name + ".__init__" if path.name == "__init__.py" else name
+        targets = {target for node, target in _imports(ast.parse(path.read_text()), inner) if node.col_offset == 0}
+        stems = {target if target in modules else target.rpartition(".")[0] for target in targets}
+        graph[name] = {stem for stem in stems if stem in modules and stem != name}
+    done: set[str] = set()
+    while ready := [name for name, needs in graph.items() if name not in done and needs <= done]:
+        done.update(ready)
+    assert done == set(graph), f"these import each other in a circle: {sorted(set(graph) - done)}"
+
+
+def test_nothing_names_a_machine_or_a_registry() -> None:
+    pattern = re.compile(r"(^|[^\w.])/(work|root|home)/\w|pypi\.org|pythonhosted|npmjs|debian\.org")
+    found = [
+        f"{_name(path)}:{number}"
+        for path in FILES
+        if path != Path(__file__) and path.suffix not in {".safetensors", ".png"}
+        for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1)
+        if pattern.search(line)
+    ]
+    assert not found
