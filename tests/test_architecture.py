@@ -19,7 +19,11 @@ MAY_IMPORT: dict[str, set[str]] = {
 TREES = ("packer", "kernels", "cli", "tests", "examples", "benchmarks", "docs", ".ci")
 FILES = [
     path
-    for path in [*ROOT.glob("[!.]*.*"), ROOT / "Makefile", *(path for tree in TREES for path in (ROOT / tree).rglob("*"))]
+    for path in [
+        *ROOT.glob("[!.]*.*"),
+        ROOT / "Makefile",
+        *(path for tree in TREES for path in (ROOT / tree).rglob("*")),
+    ]
     if path.is_file() and "__pycache__" not in path.parts
 ]
 SOURCES = [path for path in FILES if path.suffix in {".py", ".cpp", ".h", ".cu"}]
