@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from ..errors import LayoutError
 from ..formats import WeightFormat
 from ..tensors import QTensor, Reject, TensorSpec
 
@@ -47,3 +48,24 @@ class Layout(Protocol):
         Raises:
             LayoutError: A tensor is missing or does not have the dtype and shape that `specs` demands.
         """
+
+
+def check_tensors(subject: str, tensors: Mapping[str, torch.Tensor], specs: Mapping[str, TensorSpec]) -> None:
+    """Demand that `tensors` are what `specs` says; tensors that `specs` does not name are ignored.
+
+    Args:
+        subject: Layout or module in question, for the message.
+        tensors: Suffix -> tensor.
+        specs: Suffix -> dtype and shape.
+
+    Raises:
+        LayoutError: Lists every tensor that is missing or differs.
+    """
+    wrong = []
+    for suffix, spec in specs.items():
+        found = TensorSpec.of(tensors[suffix]) if suffix in tensors else None
+        if found != spec:
+            is_there = f"is {found.dtype} {list(found.shape)}" if found else "is missing"
+            wrong.append(f"`{suffix}` {is_there}, expected {spec.dtype} {list(spec.shape)}")
+    if wrong:
+        raise LayoutError(f"{subject}: {', '.join(wrong)}")
