@@ -1,0 +1,83 @@
+"""How far a quantized weight may lie from its source: bounds per block of scales, derived from the source alone.
+
+The bound must not trust the candidate's own scales: a doubled scale would double it. So the scale of every block is the
+one that the format's own rule gives for the source, `s = amax / qmax`, and two limits follow from it:
+
+- *worst case*: rounding to the nearest code is off by at most `s / 2` (integers), or `|w| / 16 + s * 2^-10` (e4m3:
+  half a step of 3 mantissa bits, or half of the smallest subnormal). No such quantizer exceeds the root of the summed
+  squares.
+- *likely*: errors spread evenly over that interval have a mean square of a third of its square, with a standard
+  deviation of sqrt(4 / 45) of it per element; seven deviations above the mean do not happen by chance.
+
+A block may be off by the likely error, or by what rounding to the nearest code really gives on it if that is more
+(sources that lie on a coarse grid). docs/accuracy.md has the derivation.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from tilewright.kernels.formats import WeightFormat
+
+MEAN_SQUARE = 1 / 3  # of an error spread evenly over [-1, 1]
+DEVIATION = (4 / 45) ** 0.5  # standard deviation of that square
+DEVIATIONS = 7.0
+E4M3_HALF_STEP = 2.0**-4  # half a step of 3 mantissa bits, relative to the value
+E4M3_HALF_SUBNORMAL = 2.0**-10  # half of the smallest subnormal, in units of the scale
+BF16_HALF_STEP = 2.0**-9
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+
+def block_view(values: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
+    """Values `[N, K]` as `[scale rows, block_n, scale columns, block_k]`, edge blocks filled up with zeros."""
+    n, k = values.shape
+    block_n, block_k = fmt.block_n or n, fmt.block_k or k
+    padded = F.pad(values, (0, -k % block_k, 0, -n % block_n))
+    return padded.reshape(padded.shape[0] // block_n, block_n, padded.shape[1] // block_k, block_k)
+
+
+def block_norms(values: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
+    """Euclidean norm of each block of scales of `values` `[N, K]`: float64 `[scale rows, scale columns]`."""
+    return block_view(values, fmt).to(torch.float64).square().sum((1, 3)).sqrt()
+
+
+def _scales(blocks: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
+    amax = blocks.abs().amax((1, 3), keepdim=True)
+    return (amax / fmt.qmax).clamp_min(SMALLEST_SCALE)
+
+
+def _nearest(blocks: torch.Tensor, scales: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
+    steps = (blocks / scales).clamp(-fmt.qmax, fmt.qmax)
+    if fmt.code_dtype == torch.float8_e4m3fn:
+        return steps.to(torch.float8_e4m3fn).to(torch.float32) * scales
+    return steps.round() * scales
+
+
+def allowed_error(reference: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
+    """Largest Euclidean error of each block that still counts as sound.
+
+    Args:
+        reference: Source values, fp32 `[N, K]`.
+        fmt: Format of the candidate.
+
+    Returns:
+        float64 `[scale rows, scale columns]`, in the unit of the weights. For 16-bit formats one block is the whole
+        matrix, and half a step of bf16 is allowed, which is nothing if the source is bf16 itself.
+    """
+    if not fmt.has_scales:
+        exact = bool((reference.to(torch.bfloat16).to(torch.float32) == reference).all())
+        return block_norms(reference * (0.0 if exact else BF16_HALF_STEP), fmt)
+    blocks = block_view(reference, fmt)
+    scales = _scales(blocks, fmt)
+    if fmt.code_dtype == torch.float8_e4m3fn:
+        elements = blocks.abs() * E4M3_HALF_STEP + scales * E4M3_HALF_SUBNORMAL
+    else:
+        elements = (scales / 2).expand_as(blocks)
+    inside = block_view(torch.ones_like(reference), fmt).to(torch.float64)
+    worst = (elements * inside).square().sum((1, 3)).sqrt()
+    share = MEAN_SQUARE + DEVIATIONS * DEVIATION / inside.sum((1, 3)).sqrt()
+    nearest = (_nearest(blocks, scales, fmt) - blocks).to(torch.float64).square().sum((1, 3)).sqrt()
+    allowed = torch.maximum(worst * share.clamp_max(1).sqrt(), nearest)
+    rounding = 2.0**-22 * blocks.to(torch.float64).square().sum((1, 3)).sqrt()  # of code * scale in fp32
+    return torch.where(blocks.abs().amax((1, 3)) == 0, torch.zeros_like(allowed), allowed + rounding)

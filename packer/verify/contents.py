@@ -1,0 +1,54 @@
+"""What a directory holds, seen as logical weights: one matrix per Linear and per expert, whatever bytes it lies in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tilewright.kernels.formats import WeightFormat
+from tilewright.kernels.tensors import QTensor
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One logical tensor of a directory, read on demand.
+
+    Attributes:
+        name: Its name in a plain checkpoint with one tensor per expert and projection.
+        shape: Logical shape.
+        format: What its numbers mean, or None for a tensor that is stored as it is.
+        read: Reads it: a `QTensor` [N, K] if it has a format, else the tensor itself.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    format: WeightFormat | None
+    read: Callable[[], QTensor | torch.Tensor]
+
+    def values(self) -> torch.Tensor:
+        """The numbers that it stands for, fp32."""
+        stored = self.read()
+        return stored.dequantize() if isinstance(stored, QTensor) else stored.to(torch.float32)
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The logical weights of one directory.
+
+    Attributes:
+        title: How messages call the directory.
+        weights: Name -> weight.
+        dropped: Names that the directory leaves out on purpose, with the reason.
+        aliases: Name -> the name of the weight that serves for it (a tied head).
+    """
+
+    title: str
+    weights: Mapping[str, Weight]
+    dropped: Mapping[str, str]
+    aliases: Mapping[str, str]
+
+    def find(self, name: str) -> Weight | None:
+        """The weight `name`, or the one that it is tied to."""
+        return self.weights.get(name) or self.weights.get(self.aliases.get(name, name))

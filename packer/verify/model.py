@@ -1,0 +1,132 @@
+"""Level `model`: two models on the same text, side by side, one layer of each in memory at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from .distributions import Agreement, AgreementSum
+from .stream import Call, StreamedModel
+
+BATCH_TOKENS = 8192  # tokens that pass a layer at once: bounds the memory of its intermediate results
+
+
+@dataclass(frozen=True)
+class LayerDrift:
+    """How far the hidden states have come apart after a decoder layer.
+
+    Attributes:
+        layer: Index of the layer.
+        relative: Frobenius norm of the difference over that of the reference.
+        cosine: Mean cosine between the two hidden states of a token.
+    """
+
+    layer: int
+    relative: float
+    cosine: float
+
+
+@dataclass(frozen=True)
+class ModelResult:
+    """Two models on the same text.
+
+    Attributes:
+        windows: Windows compared.
+        window: Tokens per window.
+        decode_steps: Last tokens of each window that are fed one at a time, with a key-value cache.
+        overall: Agreement over all tokens.
+        decode: Agreement over the decode steps alone, or None without any.
+        drift: One entry per decoder layer.
+    """
+
+    windows: int
+    window: int
+    decode_steps: int
+    overall: Agreement
+    decode: Agreement | None
+    drift: tuple[LayerDrift, ...]
+
+
+@dataclass
+class _Batch:
+    tokens: torch.Tensor
+    hidden: list[torch.Tensor]  # reference, candidate: [B, T, H] each
+    calls: list[list[list[Call]]]  # [side][layer][step]
+
+
+class _Drift:
+    """Sums up the distance of hidden states over batches."""
+
+    def __init__(self) -> None:
+        self._error = self._norm = self._cosine = 0.0
+        self._tokens = 0
+
+    def add(self, reference: torch.Tensor, candidate: torch.Tensor) -> None:
+        ours, theirs = reference.to(torch.float32), candidate.to(torch.float32)
+        self._error += float((ours - theirs).square().sum(dtype=torch.float64))
+        self._norm += float(ours.square().sum(dtype=torch.float64))
+        self._cosine += float(torch.cosine_similarity(ours, theirs, dim=-1).sum(dtype=torch.float64))
+        self._tokens += ours[..., 0].numel()
+
+    def result(self, layer: int) -> LayerDrift:
+        relative = (self._error / self._norm) ** 0.5 if self._norm else float(self._error > 0)
+        return LayerDrift(layer, relative, self._cosine / self._tokens)
+
+
+def compare_models(
+    reference: StreamedModel,
+    candidate: StreamedModel,
+    windows: torch.Tensor,
+    decode_steps: int,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> ModelResult:
+    """Carry the hidden states of both models through their layers, and compare what they predict.
+
+    Args:
+        reference: The source.
+        candidate: What is verified; as many layers.
+        windows: int64 [B, T] tokens.
+        decode_steps: Last tokens of each window that are fed one at a time (teacher forcing).
+        progress: Told the layers done and their number.
+    """
+    sides = (reference, candidate)
+    steps = [windows.shape[1] - decode_steps] + [1] * decode_steps
+    with torch.inference_mode():
+        batches = [_begin(sides, part, steps) for part in windows.split(max(1, BATCH_TOKENS // windows.shape[1]))]
+        drift = []
+        for layer in range(reference.depth):
+            drift.append(_advance(sides, layer, batches))
+            progress(layer + 1, reference.depth)
+        overall, decode = AgreementSum(), AgreementSum()
+        for batch in batches:
+            logits = [side.head(batch.tokens, hidden) for side, hidden in zip(sides, batch.hidden, strict=True)]
+            targets = torch.cat((batch.tokens[:, 1:], torch.full_like(batch.tokens[:, :1], -1)), dim=1)
+            overall.add(logits[0], logits[1], targets)
+            if decode_steps:
+                decode.add(logits[0][:, steps[0] :], logits[1][:, steps[0] :], targets[:, steps[0] :])
+    return ModelResult(
+        windows=windows.shape[0],
+        window=windows.shape[1],
+        decode_steps=decode_steps,
+        overall=overall.result(),
+        decode=decode.result() if decode_steps else None,
+        drift=tuple(drift),
+    )
+
+
+def _begin(sides: tuple[StreamedModel, StreamedModel], tokens: torch.Tensor, steps: list[int]) -> _Batch:
+    begun = [side.embed(tokens, steps) for side in sides]
+    return _Batch(tokens, [hidden for hidden, _ in begun], [calls for _, calls in begun])
+
+
+def _advance(sides: tuple[StreamedModel, StreamedModel], layer: int, batches: list[_Batch]) -> LayerDrift:
+    for index, side in enumerate(sides):
+        with side.layer(layer) as run:
+            for batch in batches:
+                batch.hidden[index] = run(batch.hidden[index], batch.calls[index][layer])
+    drift = _Drift()
+    for batch in batches:
+        drift.add(*batch.hidden)
+    return drift.result(layer)

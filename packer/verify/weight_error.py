@@ -1,0 +1,68 @@
+"""The distance between a weight and its source."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from tilewright.kernels.formats import WeightFormat
+
+from .bounds import allowed_error, block_norms
+
+
+@dataclass(frozen=True)
+class WeightError:
+    """How far one matrix lies from its source.
+
+    Attributes:
+        relative: Frobenius norm of the difference over that of the source; 0 for equal, infinite if only the source
+            is zero, NaN if the candidate is not finite.
+        largest: Largest absolute difference of an element.
+        bound: Relative Frobenius error that the format allows.
+        ratio: The error of the worst block of scales over what the format allows there; sound up to 1.
+        block: Row and column of that block in the grid of scales.
+    """
+
+    relative: float
+    largest: float
+    bound: float
+    ratio: float
+    block: tuple[int, int]
+
+    @property
+    def sqnr_db(self) -> float:
+        """Signal to quantization noise ratio, 20 log10(1 / relative), in decibels."""
+        return math.inf if self.relative == 0 else -20 * math.log10(self.relative)
+
+
+def weight_error(reference: torch.Tensor, candidate: torch.Tensor, fmt: WeightFormat, *, exact: bool) -> WeightError:
+    """Compare two matrices.
+
+    Args:
+        reference: Source values, fp32 [N, K].
+        candidate: What the candidate's codes stand for, fp32 [N, K].
+        fmt: Format of the candidate: the grid on which errors are judged.
+        exact: Both sides hold the same format, so nothing may be lost.
+    """
+    difference = candidate - reference
+    errors = block_norms(difference, fmt)
+    allowed = torch.zeros_like(errors) if exact else allowed_error(reference, fmt)
+    ratios = torch.where(errors == 0, torch.zeros_like(errors), errors / allowed)
+    ratios = torch.where(ratios.isnan(), torch.full_like(ratios, math.inf), ratios)
+    norm, error = _norm(block_norms(reference, fmt)), _norm(errors)
+    if ratios.numel() == 0:
+        return WeightError(0.0, 0.0, 0.0, 0.0, (0, 0))
+    row, column = divmod(int(ratios.argmax()), ratios.shape[1])
+    return WeightError(
+        relative=0.0 if error == 0 else (error / norm if norm else math.inf),
+        largest=float(difference.abs().max()),
+        bound=_norm(allowed) / norm if norm else 0.0,
+        ratio=float(ratios[row, column]),
+        block=(row, column),
+    )
+
+
+def _norm(norms: torch.Tensor) -> float:
+    return float(norms.square().sum().sqrt())

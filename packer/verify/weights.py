@@ -1,0 +1,122 @@
+"""Level `weights`: every tensor of the reference against its counterpart in the candidate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from tilewright.kernels.tensors import QTensor
+
+from .contents import Contents, Weight
+from .weight_error import WeightError, weight_error
+
+Status = Literal["ok", "equal", "dropped", "above the bound", "differs", "missing", "unexpected"]
+FAILED: tuple[Status, ...] = ("missing", "unexpected", "differs", "above the bound")
+
+
+@dataclass(frozen=True)
+class TensorResult:
+    """The verdict on one logical tensor.
+
+    Attributes:
+        name: The tensor.
+        status: `ok` inside the bound, `equal` bit for bit, `dropped` left out on purpose, otherwise what is wrong.
+        shape: Logical shape.
+        format: Format id in the candidate, or None for a tensor that is kept as it is.
+        error: Distance from the reference; None for kept tensors.
+        note: What is wrong, or why it is left out.
+    """
+
+    name: str
+    status: Status
+    shape: tuple[int, ...]
+    format: str | None = None
+    error: WeightError | None = None
+    note: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether this tensor fails the verification."""
+        return self.status in FAILED
+
+    @property
+    def badness(self) -> tuple[float, float]:
+        """Sort key, larger is worse: how far above what is allowed, then the relative error."""
+        if self.error is None:
+            return (math.inf if self.failed else 0.0, 0.0)
+        relative = self.error.relative
+        return (self.error.ratio, math.inf if math.isnan(relative) else relative)
+
+
+def compare_weights(
+    reference: Contents, candidate: Contents, max_relative: float | None = None
+) -> Iterator[tuple[TensorResult, QTensor | None]]:
+    """Compare every tensor of two directories, one at a time.
+
+    Args:
+        reference: Where the weights come from.
+        candidate: What is verified.
+        max_relative: Largest relative Frobenius error of a tensor; None means the bound of its format.
+
+    Yields:
+        The verdict, and the candidate's codes where it has some, for histograms.
+    """
+    for name, source in reference.weights.items():
+        found = candidate.find(name)
+        if found is not None:
+            yield compare_weight(source, found, max_relative)
+        elif name in candidate.dropped:
+            yield TensorResult(name, "dropped", source.shape, note=candidate.dropped[name]), None
+        elif name not in reference.aliases:
+            yield TensorResult(name, "missing", source.shape, note=f"not in {candidate.title}"), None
+    for name, weight in candidate.weights.items():
+        if reference.find(name) is None:
+            yield TensorResult(name, "unexpected", weight.shape, note=f"not in {reference.title}"), None
+
+
+def compare_weight(
+    source: Weight, found: Weight, max_relative: float | None = None
+) -> tuple[TensorResult, QTensor | None]:
+    """Compare one tensor with its counterpart; both are read here and forgotten."""
+    if source.shape != found.shape:
+        note = f"shape {list(found.shape)}, the reference has {list(source.shape)}"
+        return TensorResult(source.name, "differs", source.shape, note=note), None
+    stored = found.read()
+    if isinstance(stored, torch.Tensor):
+        return _compare_kept(source, stored), None
+    fmt = stored.format
+    exact = source.format is not None and source.format.id == fmt.id
+    error = weight_error(source.values(), stored.dequantize(), fmt, exact=exact)
+    above = not error.relative <= max_relative if max_relative is not None else not error.ratio <= 1
+    status: Status = "above the bound" if above else "equal" if error.relative == 0 else "ok"
+    note = _explain(error, exact, max_relative) if above else ""
+    return TensorResult(source.name, status, source.shape, fmt.id, error, note), stored
+
+
+def _compare_kept(source: Weight, stored: torch.Tensor) -> TensorResult:
+    original = source.read()
+    if isinstance(original, QTensor):
+        # a quantized source that was left out of quantization again: its values, rounded once to the stored type
+        same = torch.equal(original.dequantize().to(stored.dtype), stored)
+        note = "" if same else "not the dequantized values of the reference"
+    elif original.dtype != stored.dtype:
+        same, note = False, f"dtype {stored.dtype}, the reference has {original.dtype}"
+    else:
+        width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[stored.dtype.itemsize]
+        changed = original.contiguous().view(width) != stored.contiguous().view(width)
+        same = not bool(changed.any())
+        note = "" if same else f"{int(changed.sum())} of {stored.numel()} elements differ, copies keep every bit"
+    return TensorResult(source.name, "equal" if same else "differs", source.shape, note=note)
+
+
+def _explain(error: WeightError, exact: bool, max_relative: float | None) -> str:
+    if max_relative is not None:
+        return f"relative error {error.relative:.3g}, allowed {max_relative:.3g}"
+    if exact:
+        return f"relative error {error.relative:.3g} between equal formats, repacking loses nothing"
+    row, column = error.block
+    return f"{error.ratio:.3g} times the error that the format allows in block [{row}, {column}] of scales"

@@ -1,0 +1,189 @@
+"""Weight comparison on directories made in memory: sound candidates pass, each kind of damage is named and on top."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tilewright.kernels.formats import BF16, FORMATS, FP8, INT4_G32, INT4_G128, INT8, WeightFormat
+from tilewright.kernels.tensors import QTensor
+from tilewright.packer.verify.bounds import allowed_error, block_norms
+from tilewright.packer.verify.contents import Contents, Weight
+from tilewright.packer.verify.weight_error import weight_error
+from tilewright.packer.verify.weights import TensorResult, compare_weights
+
+SCALED = [fmt for fmt in FORMATS.values() if fmt.has_scales]
+
+
+def rtn(weight: torch.Tensor, fmt: WeightFormat, target: float | None = None) -> QTensor:
+    """Round to nearest in float64, element by element: an oracle that shares no code with the bound."""
+    n, k = weight.shape
+    block_k = fmt.block_k or k
+    scales = torch.ones(-(-n // fmt.block_n), -(-k // block_k))
+    codes = torch.zeros(n, k, dtype=torch.float64)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            rows, columns = slice(i * fmt.block_n, (i + 1) * fmt.block_n), slice(j * block_k, (j + 1) * block_k)
+            block = weight[rows, columns].double()
+            if block.abs().max() > 0:
+                scales[i, j] = (block.abs().max() / (target or fmt.qmax)).float().clamp_min(2.0**-126)
+            codes[rows, columns] = block / scales[i, j].double()
+    if fmt is FP8:
+        return QTensor(fmt, codes.clamp(-448, 448).float().to(torch.float8_e4m3fn), scales)
+    return QTensor(fmt, (codes.round().clamp(-fmt.qmax, fmt.qmax) + fmt.zero_point).to(fmt.code_dtype), scales)
+
+
+def directory(weights: dict[str, torch.Tensor | QTensor], dropped: dict[str, str] | None = None) -> Contents:
+    found = {
+        name: Weight(name, tuple(w.shape), w.format if isinstance(w, QTensor) else None, lambda w=w: w)
+        for name, w in weights.items()
+    }
+    return Contents("directory", found, dropped or {}, {})
+
+
+def results(reference: Contents, candidate: Contents, limit: float | None = None) -> list[TensorResult]:
+    found = [result for result, _ in compare_weights(reference, candidate, limit)]
+    return sorted(found, key=lambda result: result.badness, reverse=True)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    fmt=st.sampled_from(SCALED),
+    n=st.integers(1, 140),
+    k=st.integers(1, 300),
+    seed=st.integers(0, 2**31),
+    tail=st.sampled_from(["normal", "heavy", "constant", "grid", "tiny", "zeros"]),
+)
+def test_nearest_rounding_is_sound(fmt: WeightFormat, n: int, k: int, seed: int, tail: str) -> None:
+    torch.manual_seed(seed)
+    weight = torch.randn(n, k)
+    match tail:
+        case "heavy":
+            weight = weight / (torch.randn(n, k).abs() + 0.05)
+        case "constant":
+            weight = torch.full((n, k), 0.37)
+        case "grid":
+            weight = torch.randint(-8, 8, (n, k)) * 0.013
+        case "tiny":
+            weight = weight * 1e-40
+        case "zeros":
+            weight[: n // 2] = 0
+    q = rtn(weight, fmt)
+    error = weight_error(weight, q.dequantize(), fmt, exact=False)
+    assert error.ratio <= 1, error
+    assert error.relative <= error.bound or error.relative == 0
+    assert error.largest == pytest.approx(float((q.dequantize() - weight).abs().max()))
+
+
+@pytest.mark.parametrize("fmt", SCALED, ids=lambda fmt: fmt.id)
+def test_other_sound_scales_pass(fmt: WeightFormat) -> None:
+    """Half a step wider range, as compressed-tensors chooses it, and scales rounded to bf16."""
+    torch.manual_seed(5)
+    weight = torch.randn(256, 512)
+    q = rtn(weight, fmt, target=fmt.qmax + (0.5 if fmt is not FP8 else 0))
+    assert q.scales is not None
+    rounded = QTensor(fmt, q.codes, q.scales.bfloat16().float())
+    for candidate in (q, rounded):
+        assert weight_error(weight, candidate.dequantize(), fmt, exact=False).ratio <= 1
+
+
+@pytest.mark.parametrize("fmt", SCALED, ids=lambda fmt: fmt.id)
+def test_damage_is_seen_and_on_top(fmt: WeightFormat) -> None:
+    torch.manual_seed(7)
+    weights = {f"layers.{i}.weight": torch.randn(256, 256) * (1 + torch.rand(256, 1)) for i in range(4)}
+    good = {name: rtn(weight, fmt) for name, weight in weights.items()}
+    victim = "layers.2.weight"
+    codes, scales = good[victim].codes, good[victim].scales
+    assert scales is not None
+    swapped, doubled = scales.clone(), scales.clone()
+    swapped[[0, -1]] = scales[[-1, 0]]
+    doubled[-1, -1] *= 2
+    damaged = {
+        "swapped scale rows": QTensor(fmt, codes, swapped),
+        "one doubled scale": QTensor(fmt, codes, doubled),
+        "transposed": QTensor(fmt, codes.T.contiguous(), scales),
+        "shifted by one code": QTensor(fmt, codes.view(torch.uint8).roll(1, -1).view(codes.dtype), scales),
+        "another tensor": good["layers.1.weight"],
+        "negative": QTensor(fmt, codes, -scales),
+    }
+    for what, bad in damaged.items():
+        found = results(directory(weights), directory(good | {victim: bad}))
+        assert [r.name for r in found if r.failed] == [victim], what
+        assert found[0].name == victim, what
+        assert "block" in found[0].note
+
+
+def test_not_finite_fails() -> None:
+    weight = torch.randn(64, 256)
+    q = rtn(weight, INT8)
+    assert q.scales is not None
+    for value in (math.nan, math.inf):
+        scales = q.scales.clone()
+        scales[5] = value
+        (found,) = results(directory({"w": weight}), directory({"w": QTensor(INT8, q.codes, scales)}))
+        assert found.failed
+        assert found.error is not None
+        assert found.error.block == (5, 0)
+
+
+def test_equal_formats_must_be_equal() -> None:
+    q = rtn(torch.randn(64, 256), INT4_G128)
+    (same,) = results(directory({"w": q}), directory({"w": q}))
+    assert (same.status, same.failed) == ("equal", False)
+    codes = q.codes.clone()
+    codes[3, 200] ^= 1
+    (other,) = results(directory({"w": q}), directory({"w": QTensor(INT4_G128, codes, q.scales)}))
+    assert other.failed
+    assert "repacking" in other.note
+
+
+def test_bf16_keeps_bf16_and_rounds_fp32() -> None:
+    weight = torch.randn(33, 65)
+    half = weight.bfloat16()
+    packed = QTensor(BF16, half)
+    assert results(directory({"w": half}), directory({"w": packed}))[0].status == "equal"
+    assert results(directory({"w": weight}), directory({"w": packed}))[0].status == "ok"
+    moved = QTensor(BF16, (half.view(torch.int16) + 1).view(torch.bfloat16))
+    assert results(directory({"w": half}), directory({"w": moved}))[0].failed
+
+
+def test_kept_tensors_keep_every_bit() -> None:
+    norm = torch.randn(64)
+    names = {"norm": norm, "zero": torch.zeros(3), "ids": torch.arange(5)}
+    assert not any(r.failed for r in results(directory(names), directory(names)))
+    for name, bad, note in (
+        ("norm", norm.bfloat16(), "dtype"),
+        ("zero", -torch.zeros(3), "3 of 3"),
+        ("ids", torch.arange(6), "shape"),
+    ):
+        top = results(directory(names), directory(names | {name: bad}))[0]
+        assert (top.name, top.status) == (name, "differs")
+        assert note in top.note
+
+
+def test_missing_unexpected_and_dropped() -> None:
+    weight = torch.randn(8, 8)
+    found = results(directory({"a": weight, "b": weight}), directory({"a": weight, "c": weight}))
+    assert {(r.name, r.status) for r in found} == {("a", "equal"), ("b", "missing"), ("c", "unexpected")}
+    (one,) = results(directory({"a": weight}), directory({}, dropped={"a": "--mtp drop"}))
+    assert (one.status, one.note, one.failed) == ("dropped", "--mtp drop", False)
+
+
+def test_own_threshold_replaces_the_bound() -> None:
+    weight = torch.randn(64, 256)
+    reference, candidate = directory({"w": weight}), directory({"w": rtn(weight, INT4_G32)})
+    assert not results(reference, candidate, 0.5)[0].failed
+    assert results(reference, candidate, 1e-3)[0].failed
+
+
+def test_bound_is_as_sharp_as_the_format() -> None:
+    """A sound weight uses most of the bound, so that no damage of its size can hide in it."""
+    torch.manual_seed(1)
+    weight = torch.randn(512, 1024)
+    for fmt in SCALED:
+        error = block_norms(rtn(weight, fmt).dequantize() - weight, fmt)
+        assert bool((allowed_error(weight, fmt) < 1.8 * error).float().mean() > 0.9), fmt.id
