@@ -7,6 +7,14 @@ traceback and exits with 1; everything else that escapes is a bug.
 from __future__ import annotations
 
 
+def shown(text: str, limit: int = 200) -> str:
+    """`text` as a message may show it: on one line, printable, in backticks, shortened in the middle beyond `limit`."""
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    if len(text) > limit:
+        text = f"{text[: limit // 2]}…{text[-(limit // 2) :]}"
+    return f"`{text}`"
+
+
 class TilewrightError(Exception):
     """Something in the input or the request cannot be served.
 

@@ -1,0 +1,111 @@
+"""A small checkpoint of every kind of tensor, and a plan over it whose steps are real but simple."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tilewright.kernels.errors import SchemeError
+from tilewright.kernels.tensors import TensorSpec
+from tilewright.packer.checkpoint import Checkpoint
+from tilewright.packer.plan import Copy, Fate, Piece, Plan, Source, Task
+
+
+@dataclass(frozen=True)
+class Rows:
+    """int8 codes and one fp32 scale per row, of a matrix or of one matrix of a stack."""
+
+    codes: str
+    scales: str
+
+    def run(self, sources: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        values = sources[0].float()
+        if not values.isfinite().all():
+            raise SchemeError(f"{self.codes}: not finite")
+        scales = values.abs().amax(1, keepdim=True).clamp_min(1e-30) / 127
+        return {self.codes: (values / scales).round().to(torch.int8), self.scales: scales}
+
+
+def plan_of(checkpoint: Checkpoint, options: dict[str, object] | None = None) -> Plan:
+    """Matrices and stacks called `….weight` in bf16 become int8; the rest is copied."""
+    tensors: dict[str, TensorSpec] = {}
+    tasks: list[Task] = []
+    fates: dict[str, Fate] = {}
+    for name in checkpoint.files:
+        spec = checkpoint.spec(name)
+        if not (name.endswith("weight") and spec.dtype == torch.bfloat16 and len(spec.shape) >= 2):
+            fates[name] = Fate("copied", "kept", (name,))
+            tensors[name] = spec
+            tasks.append(Task((Source(name),), (Piece(name, spec),), Copy()))
+            continue
+        scale_name = name + "_scale"
+        fates[name] = Fate("quantized", "test", (name, scale_name))
+        tensors[name] = TensorSpec(torch.int8, spec.shape)
+        tensors[scale_name] = TensorSpec(torch.float32, (*spec.shape[:-1], 1))
+        for index in range(spec.shape[0]) if len(spec.shape) == 3 else [None]:
+            codes = TensorSpec(torch.int8, spec.shape[-2:])
+            scales = TensorSpec(torch.float32, (spec.shape[-2], 1))
+            at = index or 0
+            pieces = (Piece(name, codes, at * codes.nbytes), Piece(scale_name, scales, at * scales.nbytes))
+            tasks.append(Task((Source(name, index),), pieces, Rows(name, scale_name)))
+    return Plan(
+        tensors, tuple(tasks), fates, checkpoint.config | {"quantized": True}, options=options or {"scheme": "t"}
+    )
+
+
+def tensors_of(seed: int, layers: int = 3) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    tensors = {"embed.weight": normal(100, 40, dtype=torch.float16), "scalar": torch.tensor(1.5)}
+    for layer in range(layers):
+        tensors[f"layers.{layer}.proj.weight"] = normal(33 + layer, 70)
+        tensors[f"layers.{layer}.experts.weight"] = normal(3, 16, 40)
+        tensors[f"layers.{layer}.norm"] = normal(7, dtype=torch.float32)
+    tensors |= {"empty": torch.empty(0, 64), "ids": torch.arange(5), "mask": torch.tensor([True, False, True])}
+    tensors["fp8"] = normal(3, 5).to(torch.float8_e4m3fn)
+    return tensors
+
+
+def write_checkpoint(root: Path, shards: Sequence[Mapping[str, torch.Tensor]]) -> Path:
+    """A directory with config, side files, shards and, for more than one shard, an index."""
+    root.mkdir(parents=True)
+    (root / "config.json").write_text(json.dumps({"model_type": "test", "unknown": [1, {"ä": None}]}))
+    (root / "tokenizer.json").write_text('{"a": 1}')
+    (root / "code").mkdir()
+    (root / "code" / "modeling.py").write_bytes(b"x = 1\r\n")
+    (root / "pytorch_model.bin").write_bytes(b"old weights")
+    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    names = ["model.safetensors"] if len(shards) == 1 else names
+    for name, tensors in zip(names, shards, strict=True):
+        save_file(dict(tensors), root / name)
+    if len(shards) > 1:
+        weight_map = {tensor: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
+        index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
+        (root / "model.safetensors.index.json").write_text(json.dumps(index))
+    return root
+
+
+@pytest.fixture
+def make_source(tmp_path: Path) -> Callable[..., Path]:
+    """make_source(seed=0, shards=2, name="source", layers=3): writes such a checkpoint and gives its directory."""
+
+    def make(seed: int = 0, shards: int = 2, name: str = "source", layers: int = 3) -> Path:
+        items = list(tensors_of(seed, layers).items())
+        return write_checkpoint(tmp_path / name, [dict(items[i::shards]) for i in range(shards)])
+
+    return make
+
+
+@pytest.fixture
+def make_plan() -> Callable[..., Plan]:
+    """make_plan(checkpoint, options=None): the plan over such a checkpoint."""
+    return plan_of
