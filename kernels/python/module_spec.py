@@ -1,0 +1,99 @@
+"""What a packed file says about one of its modules: enough to run it, and to turn it back into its source."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .errors import LayoutError, TilewrightError
+from .formats import FORMATS, WeightFormat
+from .layouts import LAYOUTS
+from .layouts.base import Layout
+from .safetensors_file import DTYPE_NAMES, DTYPES
+from .tensors import TensorSpec
+
+
+@dataclass(frozen=True)
+class ModuleSpec:
+    """One packed module: a weight [N, K] or a stack of experts [E, N, K], with or without a bias.
+
+    Attributes:
+        layout: How its tensors are arranged.
+        format: What its numbers mean.
+        shape: Logical shape, without padding.
+        parts: Equal parts of the rows, each padded and scaled on its own (gate and up: 2).
+        sources: Modules of the source whose rows it holds, one per part (one in all if `parts` is 1); `{}` stands for
+            the number of an expert, counted from `first_expert`.
+        source_layout: Layout of the weight in the source.
+        bias_dtype: dtype of the bias in the source, or None without a bias. Packed biases are fp32.
+        first_expert: Number that the first expert of the stack has in the source.
+    """
+
+    layout: Layout
+    format: WeightFormat
+    shape: tuple[int, ...]
+    parts: int = 1
+    sources: tuple[str, ...] = ()
+    source_layout: str = ""
+    bias_dtype: torch.dtype | None = None
+    first_expert: int = 0
+
+    def tensors(self) -> dict[str, TensorSpec]:
+        """Suffix, dtype and shape of each of its tensors, `bias` fp32 [.., N] included."""
+        specs = dict(self.layout.specs(self.format, self.shape, self.parts))
+        if self.bias_dtype is not None:
+            specs["bias"] = TensorSpec(torch.float32, self.shape[:-1])
+        return specs
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that `tilewright.modules` holds for it."""
+        fields: dict[str, Any] = {
+            "layout": self.layout.id,
+            "version": self.layout.version,
+            "format": self.format.id,
+            "shape": list(self.shape),
+            "parts": self.parts,
+            "sources": list(self.sources),
+            "source_layout": self.source_layout,
+        }
+        if self.bias_dtype is not None:
+            fields["bias"] = DTYPE_NAMES[self.bias_dtype]
+        if self.first_expert:
+            fields["first_expert"] = self.first_expert
+        return fields
+
+    @staticmethod
+    def from_json(module: str, fields: Mapping[str, Any]) -> ModuleSpec:
+        """The inverse of `to_json`.
+
+        Raises:
+            LayoutError: A field is missing or unknown here, or the layout has another version.
+        """
+        try:
+            layout = LAYOUTS[fields["layout"]]
+            if fields["version"] != layout.version:
+                raise LayoutError(
+                    f"layout `{layout.id}` has version {layout.version} here, the file has {fields['version']}",
+                    hint="pack the checkpoint again with this release",
+                )
+            spec = ModuleSpec(
+                layout,
+                FORMATS[fields["format"]],
+                tuple(int(size) for size in fields["shape"]),
+                int(fields["parts"]),
+                tuple(str(name) for name in fields.get("sources", ())),
+                str(fields.get("source_layout", "")),
+                DTYPES[fields["bias"]] if "bias" in fields else None,
+                int(fields.get("first_expert", 0)),
+            )
+            reject = layout.accepts(spec.format, spec.shape, spec.parts)
+        except TilewrightError as error:
+            raise LayoutError(f"{module}: {error.message}", hint=error.hint) from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise LayoutError(f"{module}: broken description of a packed module: {error!r}") from error
+        if reject:
+            raise LayoutError(f"{module}: {reject}")
+        return spec
