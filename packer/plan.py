@@ -70,7 +70,7 @@ class Task:
     step: Step
 
 
-FateKind = Literal["quantized", "packed", "copied", "dropped"]
+FateKind = Literal["quantized", "dequantized", "packed", "copied", "dropped"]
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ..registry import Registry
 from .base import Layout
+from .checkpoint_int4 import PACK_QUANTIZED, W4AFP8_EXPERT
+from .checkpoint_scaled import BLOCK_FP8, BLOCK_FP8_CT, INT8_CHANNEL, PLAIN_BF16
 from .cpu_float import CPU_VNNI_BF16, CPU_VNNI_FP8
 from .cpu_int4 import CPU_VNNI_INT4
 from .cpu_int8 import CPU_VNNI_INT8
@@ -13,6 +15,12 @@ from .gpu_hopper import GPU_HOPPER_W4
 LAYOUTS: Registry[Layout] = Registry(
     "layout",
     (
+        PLAIN_BF16,
+        BLOCK_FP8,
+        BLOCK_FP8_CT,
+        INT8_CHANNEL,
+        W4AFP8_EXPERT,
+        PACK_QUANTIZED,
         CPU_VNNI_BF16,
         CPU_VNNI_INT8,
         CPU_VNNI_FP8,

@@ -1,0 +1,7 @@
+"""Mixtral: `block_sparse_moe.gate`, experts called w1 (gate), w3 (up), w2 (down)."""
+
+from __future__ import annotations
+
+from .base import Architecture
+
+MIXTRAL = Architecture(id="mixtral", model_types=("mixtral", "phimoe", "minimax_m2"))

@@ -1,0 +1,18 @@
+"""Qwen mixtures of experts: `mlp.gate`, `mlp.shared_expert`, gated-delta layers of the hybrid models."""
+
+from __future__ import annotations
+
+from .base import Architecture, Rule, tail
+
+QWEN_MOE = Architecture(
+    id="qwen-moe",
+    model_types=("qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_omni_moe_thinker", "olmoe"),
+)
+QWEN_HYBRID = Architecture(
+    id="qwen-hybrid",
+    model_types=("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+    rules=(
+        Rule(tail(r"linear_attn\.in_proj_(?:qkvz|qkv|z)", r"linear_attn\.out_proj"), "linear"),
+        Rule(tail(r"linear_attn\.in_proj_(?:ba|b|a)"), "small"),
+    ),
+)

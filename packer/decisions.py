@@ -1,0 +1,261 @@
+"""The fate of each weight and each loose tensor: quantized into what, or left alone and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from tilewright.kernels.formats import FORMATS
+from tilewright.kernels.tensors import Reject, TensorSpec
+
+from .architectures.base import KEPT, Architecture, Role
+from .options import QuantizeOptions
+from .quant_config.w4afp8 import UNCALIBRATED_INPUT_SCALE
+from .rules import Pattern, first_match
+from .schemes.base import SIXTEEN_BITS, Form, Target
+from .sources import Inventory
+from .sources.base import SourceWeight
+from .stacks import StackLayout, TransposedReader, container_of, decide, output_rows, transposable
+from .steps import Part
+
+Action = Literal["quantize", "dequantize", "keep", "drop"]
+INVERTED = re.compile(r"\.experts\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.(\d+)(?=\.|$)")
+WNAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+LOOSE = (  # tensors that are no matrix of a module, and why they keep their bytes
+    (re.compile(r"\.bias$|_bias$"), "bias"),
+    (re.compile(r"norm\w*\.weight$|layernorm|(?:^|\.)ln_\w+\.weight$"), "normalisation"),
+    (re.compile(r"conv\w*\.weight$|patch_embed"), "convolution"),
+    (re.compile(r"\.(?:A_log|D|dt_bias|sinks|inv_freq|k_scale|v_scale|q_scale|layer_scalar)$"), "small parameter"),
+)
+
+
+def canonical(name: str) -> str:
+    """One order for the two spellings of an expert's name: `experts.gate_proj.7` -> `experts.7.gate_proj`."""
+    return INVERTED.sub(r".experts.\2.\1", name)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of one weight, one expert of a stack, or one loose tensor.
+
+    Attributes:
+        role: What the name is.
+        action: What is done.
+        reason: Why, for people.
+        names: Source tensors concerned, the weight first.
+        weight: The weight, None for a loose tensor.
+        index: Expert of a stack, None for anything whole.
+        parts: The output matrices.
+        bias: A stacked bias that is cut up beside the weight.
+    """
+
+    role: Role
+    action: Action
+    reason: str
+    names: tuple[str, ...]
+    weight: SourceWeight | None = None
+    index: int | None = None
+    parts: tuple[Part, ...] = ()
+    bias: str | None = None
+
+    @property
+    def quantized(self) -> tuple[Part, ...]:
+        """The parts that are stored in fewer than 16 bits."""
+        return tuple(part for part in self.parts if part.target and part.target != SIXTEEN_BITS)
+
+
+@dataclass
+class Decider:
+    """Applies rules and patterns to an inventory.
+
+    Attributes:
+        config: config.json of the source.
+        architecture: The family of the model.
+        form: The scheme in its chosen spelling.
+        options: The request.
+        group: int4 group size.
+        mtp: Names of the tensors of MTP layers.
+        notes: What is worth telling.
+        rejects: Why the plan cannot be carried out.
+    """
+
+    config: Mapping[str, Any]
+    architecture: Architecture
+    form: Form
+    options: QuantizeOptions
+    group: int
+    mtp: set[str] = field(default_factory=set)
+    notes: list[str] = field(default_factory=list)
+    rejects: list[Reject] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._exclude = [Pattern(text) for text in self.options.exclude]
+        self._include = [Pattern(text) for text in self.options.include]
+
+    def decide(self, inventory: Inventory, specs: Mapping[str, TensorSpec]) -> list[Decision]:
+        """One decision per matrix, expert of a stack, and loose tensor, in source order."""
+        layouts = self._stack_layouts(inventory.weights)
+        biases = {weight.module: f"{weight.module}_bias" for weight in inventory.weights if weight.bare}
+        taken = {name for name in biases.values() if name in specs}
+        decided: list[Decision] = []
+        for weight in inventory.weights:
+            container = container_of(weight.module) if len(weight.shape) == 3 else None
+            if container is None:
+                decided.append(self._matrix(weight))
+            elif container in layouts:
+                bias = biases.get(weight.module)
+                decided += self._stack(weight, layouts[container], bias if bias in taken else None)
+        whole = {name for decision in decided for name in (*decision.names, decision.bias)}
+        decided += [self._loose(name, specs[name]) for name in inventory.loose if name not in whole]
+        self._unmatched()
+        order = {name: position for position, name in enumerate(specs)}
+        return sorted(decided, key=lambda decision: (order[decision.names[0]], decision.index or 0))
+
+    def _unmatched(self) -> None:
+        for flag, patterns in (("--exclude", self._exclude), ("--include", self._include)):
+            for pattern in (pattern for pattern in patterns if not pattern.matched):
+                reason = "matches no module of the source"
+                if self.options.strict:
+                    hint = "patterns are dotted paths, tails, globs or re:regex; see --dry-run for the names"
+                    self.rejects.append(Reject(f"{flag} {pattern.text}", reason, hint))
+                else:
+                    self.notes.append(f"{flag} {pattern.text}: {reason}")
+
+    def _loose(self, name: str, spec: TensorSpec) -> Decision:
+        if self._dropped(name):
+            return Decision("other", "drop", "MTP layer, --mtp drop", (name,))
+        reason = next((reason for pattern, reason in LOOSE if pattern.search(name)), None)
+        role = self.architecture.role(name.removesuffix(".weight"))
+        if reason is None and role == "other":
+            reason = KEPT["other"]
+            if self.options.strict:
+                hint = "without --strict it is copied as it is"
+                self.rejects.append(Reject(name, f"{spec.dtype} {list(spec.shape)}: {reason}", hint))
+        return Decision(role, "keep", reason or KEPT.get(role, "no matrix"), (name,))
+
+    def _matrix(self, weight: SourceWeight) -> Decision:
+        n, k = weight.shape
+        module = canonical(weight.module)
+        role = self.architecture.role(module)
+        names = (*weight.tensors, *weight.companions)
+        if self._dropped(names[0]):
+            return Decision(role, "drop", "MTP layer, --mtp drop", names)
+        part, reason = self._part(module, role, (0, n, 1), k, weight)
+        return Decision(role, _action((part,)), reason, names, weight, None, (part,))
+
+    def _dropped(self, name: str) -> bool:
+        return name in self.mtp and self.options.mtp == "drop"
+
+    def _part(
+        self, module: str, role: Role, rows: tuple[int, int, int], k: int, weight: SourceWeight
+    ) -> tuple[Part, str]:
+        """The output matrix and the reason for what it becomes."""
+        target, reason = self._target(module, role, (len(range(*rows)), k), weight)
+        scale = None
+        if role == "expert" and target is not None and self.form.input_scale:
+            stem, _, projection = module.rpartition(".")
+            scale = (f"{stem}.{WNAMES.get(projection, projection)}.input_scale", UNCALIBRATED_INPUT_SCALE)
+        return Part(module, rows, target, scale), reason
+
+    def _target(
+        self, module: str, role: Role, shape: tuple[int, int], weight: SourceWeight
+    ) -> tuple[Target | None, str]:
+        excluded, included = first_match(self._exclude, module), first_match(self._include, module)
+        if excluded:
+            return None, f"excluded by --exclude {excluded.text}"
+        if weight.tensors[0] in self.mtp and self.options.mtp != "convert":
+            return None, f"MTP layer, --mtp {self.options.mtp}"
+        if role in KEPT and not included:
+            if role == "other" and self.options.strict:
+                hint = "add --exclude or --include for it, or leave --strict out to copy it as it is"
+                self.rejects.append(Reject(weight.tensors[0], f"{list(weight.shape)}: {KEPT[role]}", hint))
+            return None, KEPT[role]
+        target = self.form.target(role, self.group)
+        reason = "this format leaves all Linears but routed experts in 16 bits"
+        if target is not None:
+            refused = target.checkpoint_layout.accepts(target.weight_format, shape)
+            if refused is None:
+                return target, self._describe(weight, target)
+            reason = refused.reason
+        if weight.quantized:
+            return SIXTEEN_BITS, f"{weight.encoding} -> bf16: {reason}"
+        return None, reason
+
+    def _describe(self, weight: SourceWeight, target: Target) -> str:
+        if target.format in weight.keeps:
+            return f"{weight.encoding} -> {target.format}, codes as they are"
+        if weight.encoding.startswith("int4") and FORMATS[target.format].bits == 4:
+            note = (
+                f"{weight.encoding} -> {target.format}: int4 weights are quantized a second time, expect the error of "
+                "both; verify-accuracy measures it"
+            )
+            if note not in self.notes:
+                self.notes.append(note)
+        return f"{weight.encoding} -> {target.format}"
+
+    def _stack_layouts(self, weights: list[SourceWeight]) -> dict[str, StackLayout]:
+        """The layout of every container of stacks; what cannot be decided becomes a reject."""
+        stacks: dict[str, list[SourceWeight]] = {}
+        for weight in weights:
+            container = container_of(weight.module) if len(weight.shape) == 3 else None
+            if container:
+                stacks.setdefault(container, []).append(weight)
+        layouts: dict[str, StackLayout] = {}
+        order, transposed = self.options.experts_order, self.options.experts_transposed
+        for container, members in stacks.items():
+            found = decide(members, self.config, self.architecture, order, transposed)
+            if isinstance(found, Reject):
+                self.rejects.append(found)
+            else:
+                layouts[container] = found
+        if stacks and order is None and self.architecture.experts_order is None:
+            kind = self.config.get("model_type")
+            self.notes.append(
+                f"model_type `{kind}` is not known: gate rows are taken to come before up rows; --experts-order says so"
+            )
+        return layouts
+
+    def _stack(self, weight: SourceWeight, layout: StackLayout, bias: str | None) -> list[Decision]:
+        """One decision per expert, or one for the whole stack if it is left alone."""
+        experts, a, b = weight.shape
+        n, k = (b, a) if layout.transposed else (a, b)
+        if layout.transposed and not transposable(weight):
+            self.rejects.append(Reject(weight.tensors[0], f"{weight.encoding} stored [in, out] is not read"))
+            return []
+        reader = TransposedReader(weight.reader) if layout.transposed else weight.reader
+        names = (*weight.tensors, *weight.companions)
+        if self._dropped(names[0]):
+            return [Decision("expert", "drop", "MTP layer, --mtp drop", names)]
+        weight = replace(weight, reader=reader, transposed=layout.transposed)
+        container, rows = container_of(weight.module), output_rows(weight.module, n, layout.order)
+        decided = []
+        for expert in range(experts):
+            parts, reasons = [], []
+            for projection, where in rows.items():
+                part, reason = self._part(f"{container}.{expert}.{projection}", "expert", where, k, weight)
+                parts.append(part)
+                reasons.append(reason)
+            action = _action(parts)
+            decided.append(Decision("expert", action, reasons[0], names, weight, expert, tuple(parts), bias))
+        if all(decision.action == "keep" for decision in decided):
+            whole = Part(weight.module, (0, n, 1), None)
+            return [Decision("expert", "keep", decided[0].reason, names, weight, None, (whole,))]
+        return [_cut(decision) for decision in decided]
+
+
+def _action(parts: Sequence[Part]) -> Action:
+    targets = [part.target for part in parts if part.target]
+    if not targets:
+        return "keep"
+    return "dequantize" if all(target == SIXTEEN_BITS for target in targets) else "quantize"
+
+
+def _cut(decision: Decision) -> Decision:
+    """An expert of a stack of which only some experts stay as they are: those get tensors of their own."""
+    assert decision.weight
+    if not decision.weight.quantized:
+        return decision
+    parts = tuple(replace(part, target=part.target or SIXTEEN_BITS) for part in decision.parts)
+    return replace(decision, action=_action(parts), parts=parts)

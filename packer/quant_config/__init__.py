@@ -1,0 +1,1 @@
+"""The config blocks that serving engines read, one module per `quant_method`."""

@@ -1,0 +1,54 @@
+"""`quant_method: compressed-tensors`: vLLM, transformers, SGLang."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .base import Written
+
+
+def _arguments(**fields: Any) -> dict[str, Any]:
+    """The fields of one QuantizationArgs, those not given at their defaults."""
+    defaults: dict[str, Any] = {"group_size": None, "block_structure": None, "actorder": None, "observer_kwargs": {}}
+    return {**defaults, "symmetric": True, "dynamic": False, "observer": "minmax"} | fields
+
+
+def _block(written: Written, layout: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
+    """The block; "Linear" as the only target and a global format, as SGLang's detection wants it."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout,
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "ignore": list(written.unquantized),
+        "config_groups": {"group_0": group},
+    }
+
+
+def write_block_fp8(written: Written) -> dict[str, Any]:
+    """FP8 in blocks of 128 x 128, activations in groups of 128 per token."""
+    weights = _arguments(num_bits=8, type="float", strategy="block", block_structure=[128, 128])
+    inputs = _arguments(num_bits=8, type="float", strategy="group", group_size=128, dynamic=True, observer=None)
+    return _block(written, "float-quantized", weights, inputs)
+
+
+def write_int8(written: Written) -> dict[str, Any]:
+    """int8 per output channel, activations per token."""
+    weights = _arguments(num_bits=8, type="int", strategy="channel")
+    inputs = _arguments(num_bits=8, type="int", strategy="token", dynamic=True, observer=None)
+    return _block(written, "int-quantized", weights, inputs)
+
+
+def write_int4(written: Written) -> dict[str, Any]:
+    """int4 in groups along K, 16-bit activations."""
+    weights = _arguments(num_bits=4, type="int", strategy="group", group_size=written.group)
+    return _block(written, "pack-quantized", weights, None)
+
+
+def write_w4afp8(written: Written) -> dict[str, Any]:
+    """int4 in groups of 128, FP8 activations per token; everything but the routed experts is in `ignore`."""
+    weights = _arguments(num_bits=4, type="int", strategy="group", group_size=128)
+    inputs = _arguments(num_bits=8, type="float", strategy="token", dynamic=True, observer=None)
+    return _block(written, "pack-quantized", weights, inputs)

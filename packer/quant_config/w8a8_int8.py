@@ -1,0 +1,12 @@
+"""`quant_method: w8a8_int8`: SGLang."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .base import Written
+
+
+def write(written: Written) -> dict[str, Any]:
+    """The block. Whatever Linear is not in `ignore` must be int8."""
+    return {"quant_method": "w8a8_int8", "ignore": list(written.unquantized)}

@@ -1,0 +1,102 @@
+"""The plan of a conversion: what becomes of every tensor of a source, decided from headers alone."""
+
+from __future__ import annotations
+
+from tilewright.kernels.tensors import Reject, TensorSpec
+
+from .architectures import architecture_of
+from .checkpoint import Checkpoint
+from .decisions import Decider, Decision
+from .emit import Emitter
+from .model_config import check_head, mtp_tensors, output_config
+from .options import QuantizeOptions
+from .plan import Plan
+from .quant_config.base import Written
+from .schemes import SCHEMES
+from .schemes.base import Form
+from .sources import take_inventory
+from .unquantized import fused_groups_apart, unquantized_modules
+
+
+def plan_quantize(checkpoint: Checkpoint, options: QuantizeOptions) -> Plan:
+    """Decide everything about a conversion; no weight byte is read.
+
+    Args:
+        checkpoint: The opened source.
+        options: The request.
+
+    Returns:
+        A complete plan. Refusals are collected in it, not raised.
+    """
+    chosen = options.resolved()
+    form = SCHEMES[options.scheme].forms[chosen["form"]]
+    specs = source_specs(checkpoint)
+    inventory = take_inventory(specs, checkpoint.config)
+    decider = Decider(checkpoint.config, architecture_of(checkpoint.config), form, options, chosen["group_size"])
+    decider.mtp = mtp_tensors(specs, checkpoint.config)
+    decisions = decider.decide(inventory, specs)
+    emitter = Emitter(specs, chosen["solver"])
+    emitter.emit(decisions)
+    written = Written(tuple(unquantized_modules(decisions, specs, form)), chosen["group_size"])
+    quantized = [(part.module, decision.role == "expert") for decision in decisions for part in decision.quantized]
+    notes = [*decider.notes, *fused_groups_apart(decisions)]
+    rejects = [
+        *inventory.rejects,
+        *decider.rejects,
+        *emitter.rejects,
+        *_refusals(checkpoint, options, form, decisions, specs),
+    ]
+    notes += [] if checkpoint.config else ["the source has no config.json"]
+    config, config_notes = output_config(checkpoint.config, form.config(written), options, bool(decider.mtp))
+    return Plan(
+        tensors=emitter.tensors,
+        tasks=tuple(emitter.tasks),
+        fates=emitter.fates,
+        config=config,
+        metadata={"format": "pt"},
+        options={"job": "quantize", **chosen},
+        extra_files=form.extra_files(quantized) if form.extra_files else {},
+        rejects=tuple(rejects),
+        notes=(*notes, *config_notes),
+    )
+
+
+def source_specs(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
+    """Specification of every tensor that the index names, in the order in which they lie in the files."""
+    return {
+        name: entry.spec
+        for file, header in sorted(checkpoint.headers.items())
+        for name, entry in header.entries.items()
+        if checkpoint.files.get(name) == file
+    }
+
+
+def _refusals(
+    checkpoint: Checkpoint,
+    options: QuantizeOptions,
+    form: Form,
+    decisions: list[Decision],
+    specs: dict[str, TensorSpec],
+) -> list[Reject]:
+    """What the decisions as a whole do not allow."""
+    rejects = check_head(checkpoint.config, specs, options)
+    if not any(decision.quantized for decision in decisions):
+        reason = "nothing would be quantized: no Linear that a rule knows is left"
+        rejects.append(Reject(str(checkpoint.root.name), reason, "see --dry-run for what became of each tensor"))
+    if form.ignores_exclusions:
+        rejects += [
+            Reject(
+                decision.weight.tensors[0],
+                f"stays in 16 bits ({decision.reason}), but engines that read this format take every Linear as FP8",
+                "use --format compressed-tensors, or quantize it",
+            )
+            for decision in decisions
+            if decision.weight
+            and decision.role in {"linear", "expert"}
+            and len(decision.quantized) < len(decision.parts)
+        ]
+    if options.strict:
+        rejects += [
+            Reject(note.partition(":")[0], note.partition(":")[2].strip()) for note in fused_groups_apart(decisions)
+        ]
+    return rejects

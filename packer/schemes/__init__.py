@@ -1,0 +1,21 @@
+"""Every scheme, one visible line each."""
+
+from __future__ import annotations
+
+from tilewright.kernels.registry import Registry
+
+from .base import Scheme
+from .block_fp8 import BLOCK_FP8
+from .int4 import INT4
+from .int8 import INT8
+from .w4afp8 import W4AFP8
+
+SCHEMES: Registry[Scheme] = Registry(
+    "scheme",
+    (
+        BLOCK_FP8,
+        INT8,
+        INT4,
+        W4AFP8,
+    ),
+)

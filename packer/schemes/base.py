@@ -1,0 +1,97 @@
+"""What a scheme says: for each role of a weight, the numbers it gets and the layout they are stored in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from tilewright.kernels.formats import BF16, FORMATS, INT4_BY_GROUP, WeightFormat
+from tilewright.kernels.layouts import LAYOUTS
+from tilewright.kernels.layouts.base import Layout
+from tilewright.packer.architectures.base import Role
+from tilewright.packer.quant_config.base import Written
+
+
+@dataclass(frozen=True)
+class Target:
+    """How one weight is stored.
+
+    Attributes:
+        format: Id of the weight format; "int4" is completed by the group size.
+        layout: Id of the checkpoint layout.
+        scale_dtype: What readers store or cast the scales to; codes are made with scales rounded to it.
+    """
+
+    format: str
+    layout: str
+    scale_dtype: torch.dtype = torch.float32
+
+    def with_group(self, group: int) -> Target:
+        """The target for int4 groups of this size."""
+        return Target(INT4_BY_GROUP[group].id, self.layout, self.scale_dtype) if self.format == "int4" else self
+
+    @property
+    def weight_format(self) -> WeightFormat:
+        """The weight format itself."""
+        return FORMATS[self.format]
+
+    @property
+    def checkpoint_layout(self) -> Layout:
+        """The layout itself."""
+        return LAYOUTS[self.layout]
+
+
+SIXTEEN_BITS = Target(BF16.id, "plain-bf16")
+
+
+class ConfigWriter(Protocol):
+    """Writes the `quantization_config` block."""
+
+    def __call__(self, written: Written) -> dict[str, Any]:
+        """The block."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A scheme in the spelling of one family of engines.
+
+    Attributes:
+        linear: What a Linear gets; None leaves it in 16 bits by design of the form.
+        expert: What a routed expert gets.
+        config: Writes the quantization_config block.
+        ignores_exclusions: Engines read no list of unquantized modules: every Linear has to be quantized.
+        input_scale: Engines want a static activation scale tensor for each expert.
+        extra_files: Writes further files for further engines.
+    """
+
+    linear: Target | None
+    expert: Target
+    config: ConfigWriter
+    ignores_exclusions: bool = False
+    input_scale: bool = False
+    extra_files: Callable[[Iterable[tuple[str, bool]]], dict[str, bytes]] | None = None
+
+    def target(self, role: Role, group: int) -> Target | None:
+        """What a weight of this role gets."""
+        target = self.expert if role == "expert" else self.linear
+        return target.with_group(group) if target else None
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A choice of numbers.
+
+    Attributes:
+        id: Name on the command line.
+        forms: --format -> form; the first one is the default.
+        solver: Id of the default solver.
+        groups: Group sizes that may be asked for; empty where the scheme has none to choose.
+    """
+
+    id: str
+    forms: Mapping[str, Form] = field(default_factory=dict)
+    solver: str = "rtn"
+    groups: tuple[int, ...] = ()

@@ -1,0 +1,18 @@
+"""Symmetric int4 weights in groups along K, 16-bit activations."""
+
+from __future__ import annotations
+
+import torch
+
+from tilewright.packer.quant_config import compressed_tensors
+
+from .base import Form, Scheme, Target
+
+GROUPS = Target("int4", "pack-quantized", torch.bfloat16)
+
+INT4 = Scheme(
+    id="int4",
+    forms={"compressed-tensors": Form(GROUPS, GROUPS, compressed_tensors.write_int4)},
+    solver="mse",
+    groups=(128, 64, 32),
+)

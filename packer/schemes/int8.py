@@ -1,0 +1,17 @@
+"""int8 weights with one scale per output channel, activations quantized per token at run time."""
+
+from __future__ import annotations
+
+from tilewright.packer.quant_config import compressed_tensors, w8a8_int8
+
+from .base import Form, Scheme, Target
+
+CHANNEL = Target("int8", "int8-channel")
+
+INT8 = Scheme(
+    id="int8",
+    forms={
+        "native": Form(CHANNEL, CHANNEL, w8a8_int8.write),
+        "compressed-tensors": Form(CHANNEL, CHANNEL, compressed_tensors.write_int8),
+    },
+)

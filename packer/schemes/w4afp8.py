@@ -1,0 +1,32 @@
+"""Routed experts in int4 groups of 128, run with FP8 activations.
+
+Native: every other Linear is block FP8, and engines read no list of exceptions. compressed-tensors: every other Linear
+stays in bf16, which is what both vLLM and SGLang load.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tilewright.packer.quant_config import compressed_tensors, w4afp8
+
+from .base import Form, Scheme, Target
+from .block_fp8 import NATIVE as BLOCK_FP8
+
+W4AFP8 = Scheme(
+    id="w4afp8",
+    forms={
+        "native": Form(
+            BLOCK_FP8,
+            Target("int4-g128", "w4afp8-expert", torch.bfloat16),
+            w4afp8.write,
+            ignores_exclusions=True,
+            input_scale=True,
+            extra_files=w4afp8.extra_files,
+        ),
+        "compressed-tensors": Form(
+            None, Target("int4-g128", "pack-quantized", torch.bfloat16), compressed_tensors.write_w4afp8
+        ),
+    },
+    solver="mse",
+)

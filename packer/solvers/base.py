@@ -1,0 +1,36 @@
+"""What a solver does: choose the scales of a weight. Codes follow from the scales."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from tilewright.kernels.formats import WeightFormat
+
+
+class Solver(Protocol):
+    """Chooses numbers; knows neither names nor layouts.
+
+    Attributes:
+        id: Name on the command line.
+    """
+
+    @property
+    def id(self) -> str:
+        """Name on the command line."""
+
+    def scales(
+        self, weight: torch.Tensor, amax: torch.Tensor, fmt: WeightFormat, scale_dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Scales of `weight`, each from its own block alone.
+
+        Args:
+            weight: fp32 [N, K], finite; a run of whole row blocks of some larger weight gives the same scales.
+            amax: fp32 [scale_rows, scale_columns], `block_amax(weight, fmt)`.
+            fmt: Weight format.
+            scale_dtype: Scales are representable in this dtype.
+
+        Returns:
+            fp32 [scale_rows, scale_columns], finite and > 0.
+        """

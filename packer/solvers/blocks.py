@@ -1,0 +1,76 @@
+"""The arithmetic that every solver shares: scales and codes of one fp32 weight [N, K].
+
+All of it is elementwise fp32 or a maximum, so that any implementation that follows the formulas gives the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F  # noqa: N812
+
+from tilewright.kernels.formats import WeightFormat
+
+SMALLEST_NORMAL = torch.finfo(torch.float32).tiny  # also the smallest normal bf16
+
+
+def block_view(weight: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
+    """The weight cut into blocks [scale_rows, block_n, scale_columns, block_k].
+
+    Partial blocks at the edges are filled up with zeros, which change neither a maximum nor a sum of squares.
+    """
+    n, k = weight.shape
+    block_k = fmt.block_k or k
+    rows, columns = fmt.scale_rows(n), fmt.scale_columns(k)
+    pad_n, pad_k = rows * fmt.block_n - n, columns * block_k - k
+    if pad_n or pad_k:
+        weight = F.pad(weight, (0, pad_k, 0, pad_n))
+    return weight.reshape(rows, fmt.block_n, columns, block_k)
+
+
+def block_amax(weight: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
+    """Largest magnitude of each block, fp32 [scale_rows, scale_columns]; NaN and infinity carry through."""
+    return block_view(weight.abs(), fmt).amax((1, 3))
+
+
+def scales_from_amax(
+    amax: torch.Tensor, fmt: WeightFormat, scale_dtype: torch.dtype, fraction: float = 1.0
+) -> torch.Tensor:
+    """`amax / qmax * fraction`, in `scale_dtype`, at least the smallest normal number, and 1 where amax is 0.
+
+    Args:
+        amax: fp32 [scale_rows, scale_columns], finite.
+        fmt: Weight format, for `qmax`.
+        scale_dtype: What readers store or cast the scale to; codes are made with the rounded scale.
+        fraction: Share of the largest magnitude that the largest code stands for.
+
+    Returns:
+        fp32 [scale_rows, scale_columns], finite and > 0.
+    """
+    scales = (amax / fmt.qmax * fraction).to(scale_dtype).to(torch.float32).clamp_min(SMALLEST_NORMAL)
+    return torch.where(amax == 0, 1.0, scales)
+
+
+def expand(scales: torch.Tensor, fmt: WeightFormat, n: int, k: int) -> torch.Tensor:
+    """Scales spread over rows (and columns): fp32 [N, K], or [N, 1] where a row has one scale."""
+    rows = scales if fmt.block_n == 1 else scales.repeat_interleave(fmt.block_n, 0)[:n]
+    return rows if not fmt.block_k else rows.repeat_interleave(fmt.block_k, 1)[:, :k]
+
+
+def round_to_codes(quotient: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
+    """Weight over scale -> the nearest code that the format holds, as a signed fp32 number (ties to even)."""
+    if fmt.code_dtype == torch.float8_e4m3fn:
+        return quotient.clamp(-fmt.qmax, fmt.qmax).to(torch.float8_e4m3fn).to(torch.float32)
+    lowest = -fmt.zero_point if fmt.zero_point else -fmt.qmax
+    return quotient.round().clamp(lowest, fmt.qmax)
+
+
+def encode(weight: torch.Tensor, scales: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
+    """Codes [N, K] of a weight under given scales.
+
+    fp8: RNE of `clamp(w / s, -448, 448)`; int8: RNE of `w / s` in -127..127; int4: RNE of `w / s` in -8..7, plus 8.
+    The quotient is a true fp32 division.
+    """
+    quotient = weight / expand(scales, fmt, *weight.shape)
+    if fmt.code_dtype == torch.float8_e4m3fn:
+        return quotient.clamp_(-fmt.qmax, fmt.qmax).to(torch.float8_e4m3fn)
+    return (round_to_codes(quotient, fmt) + fmt.zero_point).to(fmt.code_dtype)

@@ -1,0 +1,61 @@
+"""Least squares: the positive scale that minimises the squared error of a block, without data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tilewright.kernels.formats import WeightFormat
+
+from .blocks import block_view, expand, round_to_codes, scales_from_amax
+
+# Fractions of amax that the largest code may stand for. Integers gain from clipping the tail (and, with -8 to give
+# away, from aiming a negative maximum at -8); an FP8 grid is nearly the same at every scale, so few are worth a try.
+INTEGER_FRACTIONS = tuple(1.0 - step / 32 for step in range(-2, 14))
+FLOAT_FRACTIONS = tuple(1.0 - step / 16 for step in range(8))
+
+
+def halving_sum(values: torch.Tensor, dim: int) -> torch.Tensor:
+    """Sum along `dim` in one fixed order: the upper half is added onto the lower half until one element is left.
+
+    An odd length is filled up with a zero. Any implementation that follows this order gives the same bits, whereas the
+    order of `torch.sum` is nobody's promise.
+    """
+    while (length := values.shape[dim]) > 1:
+        half = (length + 1) // 2
+        lower, upper = values.narrow(dim, 0, half), values.narrow(dim, half, length - half)
+        if length % 2:
+            upper = torch.cat((upper, torch.zeros_like(lower.narrow(dim, 0, 1))), dim)
+        values = lower + upper
+    return values.squeeze(dim)
+
+
+def squared_error(weight: torch.Tensor, scales: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
+    """Sum over each block of `(round(w / s) * s - w)^2`, fp32 [scale_rows, scale_columns]; K first, then rows."""
+    spread = expand(scales, fmt, *weight.shape)
+    error = round_to_codes(weight / spread, fmt).mul_(spread).sub_(weight)
+    return halving_sum(halving_sum(block_view(error.square_(), fmt), 3), 1)
+
+
+@dataclass(frozen=True)
+class LeastSquares:
+    """The best of a fixed list of scales `amax / qmax * fraction`; the first of equals, beginning with fraction 1.
+
+    Fraction 1 is what rounding to nearest takes, so the error is never larger than there.
+    """
+
+    id: str = "mse"
+
+    def scales(
+        self, weight: torch.Tensor, amax: torch.Tensor, fmt: WeightFormat, scale_dtype: torch.dtype
+    ) -> torch.Tensor:
+        """See `Solver.scales`."""
+        best = scales_from_amax(amax, fmt, scale_dtype)
+        least = squared_error(weight, best, fmt)
+        for fraction in FLOAT_FRACTIONS if fmt.code_dtype.is_floating_point else INTEGER_FRACTIONS:
+            scales = scales_from_amax(amax, fmt, scale_dtype, fraction)
+            error = squared_error(weight, scales, fmt)
+            better = error < least
+            best, least = torch.where(better, scales, best), torch.where(better, error, least)
+        return best

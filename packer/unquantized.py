@@ -1,0 +1,77 @@
+"""Which modules keep their 16 bits, spelled as engines look them up; and merged layers torn between two states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tilewright.kernels.tensors import TensorSpec
+
+from .architectures.base import unwrapped
+from .decisions import Decision, canonical
+from .schemes.base import Form
+from .stacks import container_of
+
+MERGED = (  # projections that engines load as one layer
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
+
+
+def unquantized_modules(decisions: Sequence[Decision], specs: Mapping[str, TensorSpec], form: Form) -> list[str]:
+    """Full dotted paths of all modules that hold a matrix which is not quantized, in source order.
+
+    No patterns and no merged names: exact paths are the one form that every engine understands. A module of a wrapped
+    text model is listed under both of its paths, because text-only loaders know the shorter one. Experts that are all
+    unquantized are listed one by one and as the container that engines ask for.
+    """
+    modules: dict[str, None] = {}
+    experts: dict[str, bool] = {}  # container -> whether any of its experts is quantized
+    for decision in decisions:
+        if decision.action == "drop" or (decision.weight and _as_engines_expect(decision, form)):
+            continue
+        for module, quantized in _matrices(decision, specs):
+            container = container_of(module) or (module.rpartition(".experts.")[0] + ".experts")
+            if decision.role == "expert":
+                experts[container] = experts.get(container, False) or quantized
+            if not quantized:
+                modules |= {module: None, unwrapped(module): None}
+    for container in (name for name, quantized in experts.items() if not quantized):
+        modules |= {container: None, unwrapped(container): None}
+    return list(modules)
+
+
+def _matrices(decision: Decision, specs: Mapping[str, TensorSpec]) -> list[tuple[str, bool]]:
+    """Modules of a decision that hold matrices, and whether each is quantized."""
+    if decision.weight:
+        return [(part.module, part in decision.quantized) for part in decision.parts]
+    name = decision.names[0]
+    is_matrix = len(specs[name].shape) >= 2 and name.endswith(".weight")
+    return [(canonical(name).removesuffix(".weight"), False)] if is_matrix else []
+
+
+def _as_engines_expect(decision: Decision, form: Form) -> bool:
+    """Whether an untouched weight of a quantized source already is what the new config promises."""
+    weight, target = decision.weight, form.target(decision.role, 128)
+    if decision.action != "keep" or not weight or not weight.quantized or not target:
+        return False
+    suffixes = {name.rpartition(".")[2] for name in weight.tensors}
+    made = target.checkpoint_layout.specs(target.weight_format, weight.shape[-2:])
+    return target.format in weight.keeps and suffixes <= set(made)
+
+
+def fused_groups_apart(decisions: Sequence[Decision]) -> list[str]:
+    """One line for each merged layer of which engines would find some parts quantized and others not."""
+    states: dict[tuple[str, tuple[str, ...]], dict[str, bool]] = {}
+    for decision in decisions:
+        for part in decision.parts:
+            stem, _, last = part.module.rpartition(".")
+            for group in (group for group in MERGED if last in group):
+                states.setdefault((stem, group), {})[last] = part in decision.quantized
+    return [
+        f"{stem}: {', '.join(name for name, done in parts.items() if done)} quantized but "
+        f"{', '.join(name for name, done in parts.items() if not done)} not; engines merge them and refuse this"
+        for (stem, _), parts in states.items()
+        if len(set(parts.values())) == 2
+    ]
