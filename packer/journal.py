@@ -81,16 +81,21 @@ def finished_files(output: Path) -> dict[str, FileRecord]:
         content = (output / PARTIAL / "journal").read_bytes()
     except FileNotFoundError:
         return {}
-    return _finished(_complete_lines(content))
+    return _parse(output, content)[1]
 
 
-def _complete_lines(content: bytes) -> list[dict[str, Any]]:
-    """All lines but a torn last one."""
-    return [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
-
-
-def _finished(lines: list[dict[str, Any]]) -> dict[str, FileRecord]:
-    return {line["file"]: FileRecord(line["size"], line["sha256"]) for line in lines[1:]}
+def _parse(output: Path, content: bytes) -> tuple[dict[str, Any], dict[str, FileRecord]]:
+    """What the run is, empty if the journal never began, and its finished shards; a torn last line does not count."""
+    try:
+        lines = [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
+        if not lines:
+            return {}, {}
+        if not isinstance(lines[0]["plan"], str) or not isinstance(lines[0]["source"], dict):
+            raise TypeError("no plan")
+        return lines[0], {line["file"]: FileRecord(line["size"], line["sha256"]) for line in lines[1:]}
+    except (ValueError, KeyError, TypeError) as error:
+        hint = "start anew with --overwrite"
+        raise PlanError(f"{output / PARTIAL}: the journal is damaged: {error!r}", hint=hint) from error
 
 
 class Journal:
@@ -103,10 +108,10 @@ class Journal:
         self._fd = os.open(self.folder / "journal", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
             self._lock(output)
-            lines = self._read()
-            if resume and lines:
-                self._check(output, lines[0], plan, source)
-                self.finished = _finished(lines)
+            before, finished = self._read(output) if resume else ({}, {})
+            if before:
+                self._check(output, before, plan, source)
+                self.finished = finished
             else:
                 os.ftruncate(self._fd, 0)
                 self._append({"plan": plan, "source": source})
@@ -121,19 +126,20 @@ class Journal:
             hint = "wait for it, or stop it"
             raise PlanError(f"{output}: another run is writing there", hint=hint) from error
 
-    def _read(self) -> list[dict[str, Any]]:
+    def _read(self, output: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
         content = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
+        before = _parse(output, content)
         os.ftruncate(self._fd, content.rfind(b"\n") + 1)
-        return _complete_lines(content)
+        return before
 
-    def _check(self, output: Path, first: dict[str, Any], plan: str, source: dict[str, list[Any]]) -> None:
+    def _check(self, output: Path, run: dict[str, Any], plan: str, source: dict[str, list[Any]]) -> None:
         hint = "restore what was there, or start anew with --overwrite"
-        before = first["source"]
+        before = run["source"]
         changed = sorted(file for file in before.keys() | source.keys() if before.get(file) != source.get(file))
         if changed:
             raise PlanError(f"{output}: the source changed since the run that --resume would go on with: "
                             f"{', '.join(changed)}", hint=hint)  # fmt: skip
-        if first["plan"] != plan:
+        if run["plan"] != plan:
             raise PlanError(f"{output}: the options are not those of the run that --resume would go on with", hint=hint)
 
     def _append(self, line: dict[str, Any]) -> None:

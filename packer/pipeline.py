@@ -90,7 +90,7 @@ def _one_clear_message(output: Path) -> Iterator[None]:
     except OSError as error:
         place = error.filename or output
         if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
-            hint = "the source is untouched; make room, then the same command with --resume goes on"
+            hint = "nothing is lost: make room, then the same command with --resume goes on"
             raise TilewrightError(f"{place}: the disk is full: {error.strerror}", hint=hint) from error
         raise TilewrightError(f"{place}: {error.strerror}") from error
 
