@@ -42,7 +42,7 @@ def complete(output: Path, plan: Plan, job: Job, checkpoint: Checkpoint, journal
     records = {shard.file: journal.finished[shard.file] for shard in job.shards}
     temporary = journal.folder / "unfinished"
     for path in checkpoint.side_files:
-        if str(path) not in plan.extra_files:
+        if str(path) not in plan.extra_files and str(path) not in plan.stale_files:
             records[str(path)] = _copy(checkpoint.root / path, output / path, temporary)
     small = dict(plan.extra_files)
     small["config.json"] = _pretty(plan.config)

@@ -101,6 +101,7 @@ class Plan:
         metadata: Further header metadata of every shard.
         options: Every option that can change an output byte; hashed, so that a resumed run is the same run.
         extra_files: Further small files to write, name -> content.
+        stale_files: Side files of the source that would be wrong beside the output, and are not copied.
         rejects: Reasons to refuse; a plan with any is never executed.
         notes: Things worth telling that are no reason to refuse.
     """
@@ -113,5 +114,6 @@ class Plan:
     metadata: dict[str, str] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
     extra_files: dict[str, bytes] = field(default_factory=dict)
+    stale_files: tuple[str, ...] = ()
     rejects: tuple[Reject, ...] = ()
     notes: tuple[str, ...] = ()

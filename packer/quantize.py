@@ -17,6 +17,8 @@ from .schemes.base import Form
 from .sources import take_inventory
 from .unquantized import fused_groups_apart, unquantized_modules
 
+STALE_FILES = ("hf_quant_config.json", "quant_cfg.json")  # describe the source's quantization
+
 
 def plan_quantize(checkpoint: Checkpoint, options: QuantizeOptions) -> Plan:
     """Decide everything about a conversion; no weight byte is read.
@@ -56,6 +58,7 @@ def plan_quantize(checkpoint: Checkpoint, options: QuantizeOptions) -> Plan:
         metadata={"format": "pt"},
         options={"job": "quantize", **chosen},
         extra_files=form.extra_files(quantized) if form.extra_files else {},
+        stale_files=STALE_FILES,
         rejects=tuple(rejects),
         notes=(*notes, *config_notes),
     )

@@ -1,0 +1,112 @@
+"""The entry points: one per command, and `tilewright COMMAND` for those who like a single one.
+
+Nothing heavy is imported here: a command's module is loaded when it is asked for, and torch only when it runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import NoReturn
+
+import click
+
+from tilewright import __version__
+
+from .options import fail
+
+COMMANDS = {  # each is a click command of the same name in the module of the same name
+    "quantize-model": "Convert a checkpoint to block FP8, int8, int4 or W4AFP8.",
+    "pack-for-cpu": "Put the weights into the byte order of the CPU kernels.",
+    "pack-for-gpu": "Put the weights into the byte order of the Hopper kernels.",
+    "verify-accuracy": "Measure what a conversion has changed.",
+    "inspect-model": "Print what a directory is.",
+}
+
+
+class Commands(click.Group):
+    """Loads a command when it is asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names, in the order of a user's work."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of this name."""
+        return load(cmd_name) if cmd_name in COMMANDS else None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list of commands, without loading any of them."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+def load(name: str) -> click.Command:
+    """Import a command."""
+    python_name = name.replace("-", "_")
+    command = getattr(importlib.import_module(f"tilewright.cli.{python_name}"), python_name)
+    assert isinstance(command, click.Command)
+    return command
+
+
+@click.group(cls=Commands)
+@click.version_option(__version__, message="%(version)s")
+def tilewright() -> None:
+    """Quantize and pack Hugging Face checkpoints offline, and verify the result."""
+
+
+def run(command: click.Command, name: str, arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command and leave with its exit code: 0 done, 1 refused or failed, 2 wrong usage, 3 below a threshold."""
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        code = command.main(list(arguments), prog_name=name, standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(2 if isinstance(error, click.UsageError) else 1)
+    except (KeyboardInterrupt, click.Abort):
+        fail("interrupted", None)
+    except BrokenPipeError:
+        sys.stdout = None  # the reader has left; nothing may be flushed at exit
+        sys.exit(1)
+    except Exception as error:
+        if "--debug" in arguments:
+            traceback.print_exc()
+            sys.exit(1)
+        # Only a command that has run far enough to raise it has imported the module of this class.
+        errors = sys.modules.get("tilewright.kernels.errors")
+        if errors and isinstance(error, errors.TilewrightError):
+            fail(error.message, error.hint)
+        fail(f"{type(error).__name__}: {error}", "this is a bug; --debug shows where it happened")
+
+
+def main() -> NoReturn:
+    """`tilewright`."""
+    run(tilewright, "tilewright")
+
+
+def quantize_model() -> NoReturn:
+    """`quantize-model`."""
+    run(load("quantize-model"), "quantize-model")
+
+
+def pack_for_cpu() -> NoReturn:
+    """`pack-for-cpu`."""
+    run(load("pack-for-cpu"), "pack-for-cpu")
+
+
+def pack_for_gpu() -> NoReturn:
+    """`pack-for-gpu`."""
+    run(load("pack-for-gpu"), "pack-for-gpu")
+
+
+def verify_accuracy() -> NoReturn:
+    """`verify-accuracy`."""
+    run(load("verify-accuracy"), "verify-accuracy")
+
+
+def inspect_model() -> NoReturn:
+    """`inspect-model`."""
+    run(load("inspect-model"), "inspect-model")

@@ -1,0 +1,97 @@
+"""`quantize-model`: options become a request, the request a plan, the plan files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .options import (
+    debug_option,
+    json_option,
+    output_argument,
+    print_json,
+    run_options,
+    say,
+    source_argument,
+    stacked,
+)
+
+SCHEMES = ("block-fp8", "int8", "int4", "w4afp8")  # as the registries have them; a test compares
+SOLVERS = ("rtn", "mse")
+FORMS = ("native", "compressed-tensors")
+
+what_options = stacked(
+    click.option("--scheme", type=click.Choice(SCHEMES), required=True, help="Numbers that the weights get."),
+    click.option("--format", "form", type=click.Choice(FORMS), help="Spelling on disk; the scheme's first by default."),
+    click.option("--group-size", type=click.Choice(("32", "64", "128")), help="Group size of int4; 128 by default."),
+    click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave these modules as they are; repeatable."),
+    click.option("--include", multiple=True, metavar="PATTERN", help="Quantize what is left alone by default."),
+    click.option(
+        "--experts-order",
+        type=click.Choice(("gate-up", "up-gate", "interleaved")),
+        help="Order of gate and up rows in stacked experts.",
+    ),
+    click.option("--experts-transposed", is_flag=True, help="Stacked experts are stored [in, out]."),
+    click.option(
+        "--mtp",
+        type=click.Choice(("convert", "keep", "drop")),
+        default="convert",
+        show_default=True,
+        help="Layers for multi-token prediction: quantize them, keep them as they are, or leave them out.",
+    ),
+    click.option(
+        "--tied-head",
+        type=click.Choice(("as-source", "tie")),
+        help="An output head that is absent and not tied: leave it so, or declare it tied.",
+    ),
+    click.option("--solver", type=click.Choice(SOLVERS), help="How scales are chosen; the scheme's own by default."),
+    click.option("--strict", is_flag=True, help="Refuse what would otherwise be noted."),
+)
+
+
+@click.command("quantize-model")
+@source_argument
+@output_argument
+@what_options
+@run_options
+@click.option("--dry-run", is_flag=True, help="Print what would be done, and stop.")
+@json_option
+@debug_option
+def quantize_model(source: str, output: Path, dry_run: bool, as_json: bool, **options: Any) -> None:
+    """Convert the checkpoint SOURCE (a directory, a .safetensors file or a hub id) and write it to OUTPUT.
+
+    PATTERN is a dotted path, a part of one, a glob, or re:REGEX.
+    """
+    from tilewright.packer.checkpoint import open_checkpoint
+    from tilewright.packer.gate import Options, prepare
+    from tilewright.packer.journal import kept_headers
+    from tilewright.packer.pipeline import execute
+    from tilewright.packer.progress import Silent, progress_on
+    from tilewright.packer.quantize import plan_quantize
+    from tilewright.packer.summary import summarize
+
+    running = Options(**{name: options.pop(name) for name in Options.__dataclass_fields__})
+    request = _request(options)
+    checkpoint = open_checkpoint(source, consumed=kept_headers(output) if running.resume else None)
+    plan = plan_quantize(checkpoint, request)
+    for note in (*checkpoint.notes, *plan.notes):
+        say(f"note: {note}")
+    job = prepare(plan, checkpoint, output, running)
+    summary = summarize(plan, checkpoint, job)
+    if not dry_run:
+        execute(plan, checkpoint, output, running, Silent() if as_json else progress_on())
+    if as_json:
+        print_json(summary.document() | {"output": str(output), "dry_run": dry_run})
+    elif dry_run:
+        click.echo(summary.table())
+    else:
+        click.echo(f"{output}: {summary.line()}")
+
+
+def _request(options: dict[str, Any]) -> Any:
+    from tilewright.packer.options import QuantizeOptions
+
+    group = options.pop("group_size")
+    return QuantizeOptions(group_size=int(group) if group else None, **options)

@@ -1,0 +1,177 @@
+"""What a plan comes to: sizes, bits per weight, and the decisions, grouped for people."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tilewright.kernels.safetensors_file import DTYPE_NAMES
+from tilewright.kernels.tensors import TensorSpec
+
+from .checkpoint import Checkpoint
+from .gate import Job
+from .plan import Fate, Plan
+from .sources import take_inventory
+
+NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.)")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Source tensors that differ only in the numbers of their names and share one fate.
+
+    Attributes:
+        name: The name, each number that varies replaced by its range: `model.layers.{0-3}.mlp.gate.weight`.
+        count: How many there are.
+        fate: Kind of fate.
+        reason: Reason of the fate.
+        before: dtype and shape of each.
+        after: dtypes written for it.
+        bytes_before: Bytes of all of them.
+        bytes_after: Bytes of what they feed.
+    """
+
+    name: str
+    count: int
+    fate: str
+    reason: str
+    before: str
+    after: str
+    bytes_before: int
+    bytes_after: int
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A plan in figures.
+
+    Attributes:
+        groups: The decisions, in the order of the source.
+        weights: Number of weights in the source, one per element of a matrix whatever it is stored in.
+        bytes_before: Bytes of the source's tensors.
+        bytes_after: Bytes of the output's.
+        job: What running it takes.
+    """
+
+    groups: tuple[Group, ...]
+    weights: int
+    bytes_before: int
+    bytes_after: int
+    job: Job
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Output bits per weight, scales and what stays in 16 bits included."""
+        return 8 * self.bytes_after / max(self.weights, 1)
+
+    def document(self) -> dict[str, Any]:
+        """For --json."""
+        fates: Counter[str] = Counter()
+        for group in self.groups:
+            fates[group.fate] += group.count
+        return {
+            "weights": self.weights,
+            "bytes_before": self.bytes_before,
+            "bytes_after": self.bytes_after,
+            "bits_per_weight": round(self.bits_per_weight, 4),
+            "fates": dict(fates),
+            "workers": self.job.workers,
+            "peak_memory": self.job.peak_memory,
+            "disk_needed": self.job.disk_needed,
+            "disk_free": self.job.disk_free,
+            "shards": len(self.job.shards),
+            "groups": [vars(group) for group in self.groups],
+        }
+
+    def line(self) -> str:
+        """The figures that matter when all is done."""
+        made = sum(group.count for group in self.groups if group.fate == "quantized")
+        return (
+            f"{made} tensors quantized, {_size(self.bytes_before)} -> {_size(self.bytes_after)}, "
+            f"{self.bits_per_weight:.2f} bits per weight"
+        )
+
+    def table(self) -> str:
+        """For --dry-run."""
+        rows = [
+            (f"{group.count}", group.name, f"{group.before} -> {group.after}", group.reason) for group in self.groups
+        ]
+        widths = [max(len(row[column]) for row in rows) for column in range(3)] if rows else [0, 0, 0]
+        lines = [
+            f"{count:>{widths[0]}}  {name:<{widths[1]}}  {change:<{widths[2]}}  {reason}"
+            for count, name, change, reason in rows
+        ]
+        job = self.job
+        return "\n".join([
+            *lines,
+            "",
+            self.line(),
+            f"{len(job.shards)} file(s); {job.workers} worker(s), up to {_size(job.peak_memory)} of memory; "
+            f"{_size(job.disk_needed)} of disk needed, {_size(job.disk_free)} free",
+        ])
+
+
+def summarize(plan: Plan, checkpoint: Checkpoint, job: Job) -> Summary:
+    """Put a plan into figures, from headers alone."""
+    specs = {name: checkpoint.spec(name) for name in plan.fates}
+    inventory = take_inventory(specs, checkpoint.config)
+    weights = sum(math.prod(weight.shape) for weight in inventory.weights)
+    weights += sum(math.prod(specs[name].shape) for name in inventory.loose)
+    return Summary(
+        tuple(_groups(plan, specs)),
+        weights,
+        sum(spec.nbytes for spec in specs.values()),
+        sum(spec.nbytes for spec in plan.tensors.values()),
+        job,
+    )
+
+
+def _groups(plan: Plan, specs: Mapping[str, TensorSpec]) -> Iterable[Group]:
+    members: dict[tuple[str, ...], list[str]] = {}
+    for name, fate in plan.fates.items():
+        spec = specs[name]
+        before = f"{DTYPE_NAMES[spec.dtype]}{list(spec.shape)}"
+        key = (NUMBER.sub("#", name), fate.kind, fate.reason, before, _after(fate, plan))
+        members.setdefault(key, []).append(name)
+    counted: set[str] = set()
+    for (_, kind, reason, before, after), names in members.items():
+        outputs = {output for name in names for output in plan.fates[name].outputs} - counted
+        counted |= outputs
+        yield Group(
+            _with_ranges(names),
+            len(names),
+            kind,
+            reason,
+            before,
+            after,
+            sum(specs[name].nbytes for name in names),
+            sum(plan.tensors[output].nbytes for output in outputs),
+        )
+
+
+def _after(fate: Fate, plan: Plan) -> str:
+    if fate.kind == "dropped":
+        return "nothing"
+    return "+".join(dict.fromkeys(DTYPE_NAMES[plan.tensors[output].dtype] for output in fate.outputs))
+
+
+def _with_ranges(names: list[str]) -> str:
+    """What names have in common, each number that varies replaced by its range."""
+    columns = zip(*(NUMBER.split(name) for name in names), strict=True)
+    parts = [set(column) for column in columns]
+    return "".join(
+        next(iter(part)) if len(part) == 1 else f"{{{min(map(int, part))}-{max(map(int, part))}}}" for part in parts
+    )
+
+
+def _size(size: float) -> str:
+    """Bytes for people, in powers of ten."""
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.2f} {unit}"
+        size /= 1000
+    raise AssertionError

@@ -1,0 +1,5 @@
+"""`python -m tilewright` is `tilewright`."""
+
+from tilewright.cli.main import main
+
+main()
