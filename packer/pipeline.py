@@ -60,7 +60,7 @@ def execute(
         if job.finished:
             shutil.rmtree(output / PARTIAL, ignore_errors=True)
             return Result(job, 0)
-        if options.overwrite:
+        if options.overwrite and output.exists():
             clear(output)
         existed = output.exists()
         journal = Journal(output, job.plan_hash, source_identity(checkpoint), resume=options.resume)

@@ -1,0 +1,99 @@
+"""Entry points: what is imported when, error messages, exit codes."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from tilewright.cli import quantize_model
+from tilewright.cli.main import COMMANDS, load, run
+from tilewright.cli.options import SIZE
+from tilewright.packer.schemes import SCHEMES
+from tilewright.packer.solvers import SOLVERS
+
+MODEL = Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3-moe"
+
+
+def leave(arguments: list[str]) -> int:
+    with pytest.raises(SystemExit) as left:
+        run(load("quantize-model"), "quantize-model", arguments)
+    assert isinstance(left.value.code, int)
+    return left.value.code
+
+
+def test_help_imports_no_torch() -> None:
+    code = (
+        "import sys; sys.argv = ['x', '--help']\n"
+        "from tilewright.cli.main import {}\n"
+        "try: {}()\n"
+        "except SystemExit as left: assert left.code == 0\n"
+        "heavy = {{'torch', 'numpy', 'transformers', 'safetensors'}} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    for function in ("main", "quantize_model"):
+        subprocess.run([sys.executable, "-c", code.format(function, function)], check=True, capture_output=True)
+
+
+def test_choices_are_what_the_registries_hold() -> None:
+    assert set(quantize_model.SCHEMES) == set(SCHEMES)
+    assert set(quantize_model.SOLVERS) == set(SOLVERS)
+    assert set(quantize_model.FORMS) == {form for scheme in SCHEMES.values() for form in scheme.forms}
+    assert list(COMMANDS)[0] == "quantize-model"
+
+
+def test_success_prints_sizes_on_stdout(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert leave([str(MODEL), str(tmp_path / "out"), "--scheme", "int8"]) == 0
+    assert "112 tensors quantized" in capfd.readouterr().out
+    assert json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]["quant_method"] == "w8a8_int8"
+
+
+def test_json_is_one_document_and_dry_run_writes_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert leave([str(MODEL), str(tmp_path / "out"), "--scheme", "w4afp8", "--dry-run", "--json"]) == 0
+    document = json.loads(capfd.readouterr().out)
+    assert document["fates"] == {"quantized": 112, "copied": 23}
+    assert 5 < document["bits_per_weight"] < 6
+    assert sum(group["bytes_after"] for group in document["groups"]) == document["bytes_after"]
+    assert not (tmp_path / "out").exists()
+
+
+def test_refusals_have_a_hint_and_exit_code_1(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert leave([str(tmp_path / "nothing"), str(tmp_path / "out"), "--scheme", "int8"]) == 1
+    error = capfd.readouterr().err
+    assert error.startswith("error: ")
+    assert "nothing" in error
+    assert "hint: " in error
+    assert "Traceback" not in error
+    assert leave([str(MODEL), str(tmp_path / "out"), "--scheme", "int4", "--format", "native"]) == 1
+    assert "use --format compressed-tensors" in capfd.readouterr().err
+
+
+def test_wrong_usage_is_exit_code_2(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert leave([str(MODEL), str(tmp_path / "out")]) == 2
+    assert leave([str(MODEL), str(tmp_path / "out"), "--scheme", "int5"]) == 2
+    assert leave([str(MODEL), str(tmp_path / "out"), "--scheme", "int8", "--memory", "lots"]) == 2
+    assert "`lots` is not a size" in capfd.readouterr().err
+
+
+def test_a_bug_shows_its_traceback_only_on_demand(capfd: pytest.CaptureFixture[str]) -> None:
+    @click.command()
+    @click.option("--debug", is_flag=True)
+    def broken(debug: bool) -> None:
+        raise ValueError("oops")
+
+    for arguments, traced in (([], False), (["--debug"], True)):
+        with pytest.raises(SystemExit) as left:
+            run(broken, "broken", arguments)
+        assert left.value.code == 1
+        assert ("Traceback" in capfd.readouterr().err) is traced
+
+
+def test_sizes() -> None:
+    assert SIZE.convert("5GB", None, None) == 5_000_000_000
+    assert SIZE.convert("1.5 GiB", None, None) == 3 << 29
+    assert SIZE.convert("300", None, None) == 300
+    for wrong in ("", "-1", "0", "5XB", "GB"):
+        with pytest.raises(click.BadParameter):
+            SIZE.convert(wrong, None, None)
