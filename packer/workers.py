@@ -73,16 +73,15 @@ class Workers:
 
     def _work(self, torch_threads: int) -> None:
         torch.set_num_threads(torch_threads)
-        while (work := self._take()) is not None:
-            cost, call = work
-            try:
+        try:
+            while (work := self._take()) is not None:
+                cost, call = work
                 call()
-            except BaseException as error:
-                self.stop(error)
-            finally:
                 with self._changed:
                     self._used -= cost
                     self._changed.notify_all()
+        except BaseException as error:
+            self.stop(error)
 
     def _take(self) -> Work | None:
         with self._turn:
