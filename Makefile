@@ -13,7 +13,7 @@ help:
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) "$(TORCH)"
 	@touch $@
-.venv/.built: .venv/.torch pyproject.toml CMakeLists.txt $(wildcard kernels/csrc/* kernels/csrc/*/*)
+.venv/.built: .venv/.torch pyproject.toml CMakeLists.txt $(wildcard kernels/csrc/* kernels/csrc/*/* kernels/csrc/*/*/*)
 	$(BIN)/pip install -q --disable-pip-version-check "scikit-build-core>=0.11" "cmake>=3.25" ninja
 	$(BIN)/pip install -q --disable-pip-version-check --no-build-isolation -e ".[hf,dev]" "$(TORCH)"
 	@touch $@
@@ -25,7 +25,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(wildcard kernels/csrc/*.[ch]* kernels/csrc/*/*.[ch]*)
+	$(BIN)/clang-format --dry-run --Werror $(wildcard kernels/csrc/*.[ch]* kernels/csrc/*/*.[ch]* kernels/csrc/*/*/*.[ch]*)
 test: check
 	$(BIN)/python -m pytest -q
 clean:

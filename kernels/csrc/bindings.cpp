@@ -1,0 +1,204 @@
+// The torch operators: checks, memory and threads around one call of the chosen instruction set. The only file that
+// includes torch, on its stable ABI, so that one binary serves every torch from 2.10 on.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cpu/dispatch.h"
+#include "cpu/scratch.h"
+
+namespace tilewright {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+#define TILEWRIGHT_CHECK(condition, ...) STD_TORCH_CHECK(condition, "tilewright: ", __VA_ARGS__)
+
+int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
+
+std::string shape(const Tensor& t) {
+  std::string s = "[";
+  for (int64_t i = 0; i < t.dim(); ++i) s += (i ? ", " : "") + std::to_string(t.size(i));
+  return s + "]";
+}
+
+Float float_type(const Tensor& x) {
+  const ScalarType type = x.scalar_type();
+  TILEWRIGHT_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
+                   "x must be float32, bfloat16 or float16");
+  return type == ScalarType::Float ? Float::f32 : type == ScalarType::BFloat16 ? Float::bf16 : Float::f16;
+}
+
+void check_contiguous(const Tensor& t, const char* name, ScalarType type, const char* type_name) {
+  TILEWRIGHT_CHECK(t.scalar_type() == type && t.is_contiguous(), name, " must be a contiguous ", type_name, " tensor");
+}
+
+const float* checked_bias(const std::optional<Tensor>& bias, int64_t n) {
+  if (!bias) return nullptr;
+  check_contiguous(*bias, "bias", ScalarType::Float, "float32");
+  TILEWRIGHT_CHECK(bias->numel() == n, "bias has ", bias->numel(), " elements, n is ", n);
+  return static_cast<const float*>(bias->const_data_ptr());
+}
+
+// x as rows: sizes, pointer and stride; `rows` keeps a copy alive where one was needed.
+Linear problem(Kind kind, const Tensor& x, int64_t n, Tensor& rows) {
+  TILEWRIGHT_CHECK(x.dim() >= 1 && x.size(-1) > 0, "x must have at least one dimension and one column, its shape is ",
+                   shape(x));
+  TILEWRIGHT_CHECK(n >= 0, "n is ", n);
+  Linear p{};
+  p.kind = kind;
+  p.dtype = float_type(x);
+  p.n = n;
+  p.k = x.size(-1);
+  p.m = x.numel() / p.k;
+  p.padded_k = round_up(p.k, 32);
+  rows = x.dim() == 2 ? x : torch::stable::reshape(x, {p.m, p.k});
+  if (rows.stride(1) != 1 && p.k != 1) rows = torch::stable::contiguous(rows);
+  p.x = rows.const_data_ptr();
+  p.x_stride = rows.stride(0);
+  return p;
+}
+
+void check_rows(Linear& p, const Tensor& weight, int64_t columns) {
+  TILEWRIGHT_CHECK(weight.dim() == 2 && weight.size(1) == columns, "weight is ", shape(weight), ", x with ", p.k,
+                   " columns needs [rows, ", columns, "]");
+  p.stored_n = weight.size(0);
+  const int64_t unit = p.kind == Kind::int8 ? 32 : 16;
+  TILEWRIGHT_CHECK(p.stored_n >= p.n && p.stored_n < p.n + 32 && p.stored_n % unit == 0, "weight has ", p.stored_n,
+                   " packed rows, n = ", p.n, " needs ", round_up(p.n, 32));
+  p.weight = static_cast<const uint8_t*>(weight.const_data_ptr());
+}
+
+Tensor run(Linear& p, const Tensor& x) {
+  std::vector<int64_t> sizes;
+  for (int64_t i = 0; i + 1 < x.dim(); ++i) sizes.push_back(x.size(i));
+  sizes.push_back(p.n);
+  Tensor y = torch::stable::new_empty(x, sizes);
+  if (p.m == 0 || p.n == 0) return y;
+  p.y = y.mutable_data_ptr();
+  p.threads = int32_t(torch::stable::get_num_threads());
+  const Isa& isa = tilewright::isa();
+  isa.plan(&p);
+
+  const bool int8_rows = p.kind == Kind::int8 || p.kind == Kind::int4_int8;
+  const int64_t sums = p.kind == Kind::int4_int8 ? p.m * (p.k / p.group) : 0;
+  const size_t activations = size_t(round_up(int64_t(p.activation_bytes), 64));
+  auto* shared = static_cast<uint8_t*>(
+      scratch(Scratch::shared, activations + size_t(int8_rows ? round_up(p.m * 4, 64) : 0) + size_t(sums) * 4));
+  p.activations = reinterpret_cast<uint32_t*>(shared);
+  p.row_scale = reinterpret_cast<float*>(shared + activations);
+  p.row_sums = reinterpret_cast<int32_t*>(shared + activations + round_up(p.m * 4, 64));
+
+  // A thread is worth its start for about 2^15 activations, or as many products of 2^20.
+  const int64_t groups = (p.m + p.rows - 1) / p.rows, tasks = p.row_tasks * p.block_tasks;
+  const int64_t group_grain = 1 + (int64_t(1) << 15) / (p.rows * p.k);
+  const int64_t task_grain = 1 + (int64_t(1) << 16) / (std::min(p.m, p.task_rows) * p.task_blocks * kBlockN * p.k);
+  torch::stable::parallel_for(0, groups, group_grain, [&](int64_t begin, int64_t end) {
+    isa.prepare(&p, begin, end, scratch(Scratch::own, p.prepare_bytes));
+  });
+  torch::stable::parallel_for(0, tasks, task_grain, [&](int64_t begin, int64_t end) {
+    isa.compute(&p, begin, end, scratch(Scratch::own, p.task_bytes));
+  });
+  return y;
+}
+
+Tensor linear_bf16(const Tensor& x, const Tensor& weight, int64_t n, std::optional<Tensor> bias) {
+  Tensor rows;
+  Linear p = problem(Kind::bf16, x, n, rows);
+  check_contiguous(weight, "weight", ScalarType::BFloat16, "bfloat16");
+  check_rows(p, weight, p.padded_k);
+  p.bias = checked_bias(bias, n);
+  return run(p, x);
+}
+
+Tensor linear_int8(const Tensor& x, const Tensor& weight, const Tensor& scale, int64_t n, std::optional<Tensor> bias) {
+  Tensor rows;
+  Linear p = problem(Kind::int8, x, n, rows);
+  check_contiguous(weight, "weight", ScalarType::Char, "int8");
+  check_rows(p, weight, p.padded_k + 4);
+  check_contiguous(scale, "scale", ScalarType::Float, "float32");
+  TILEWRIGHT_CHECK(scale.numel() == p.stored_n || scale.numel() == n, "scale has ", scale.numel(),
+                   " elements, weight has ", p.stored_n, " packed rows");
+  p.scale = static_cast<const float*>(scale.const_data_ptr());
+  p.bias = checked_bias(bias, n);
+  return run(p, x);
+}
+
+Tensor linear_fp8(const Tensor& x, const Tensor& weight, const Tensor& scale, int64_t n, std::optional<Tensor> bias) {
+  Tensor rows;
+  Linear p = problem(Kind::fp8, x, n, rows);
+  check_contiguous(weight, "weight", ScalarType::Float8_e4m3fn, "float8_e4m3fn");
+  check_rows(p, weight, p.padded_k);
+  check_contiguous(scale, "scale", ScalarType::Float, "float32");
+  const int64_t scale_rows = (n + 127) / 128, scale_columns = (p.k + 127) / 128;
+  TILEWRIGHT_CHECK(scale.dim() == 2 && scale.size(0) == scale_rows && scale.size(1) == scale_columns, "scale is ",
+                   shape(scale), ", a weight of ", n, " x ", p.k, " needs [", scale_rows, ", ", scale_columns, "]");
+  p.scale = static_cast<const float*>(scale.const_data_ptr());
+  p.bias = checked_bias(bias, n);
+  return run(p, x);
+}
+
+Tensor linear_int4(const Tensor& x, const Tensor& weight, const Tensor& zeros, const Tensor& scale, int64_t n,
+                   std::optional<Tensor> bias, bool int8_activations) {
+  Tensor rows;
+  Linear p = problem(int8_activations ? Kind::int4_int8 : Kind::int4_bf16, x, n, rows);
+  check_contiguous(weight, "weight", ScalarType::Byte, "uint8");
+  check_contiguous(zeros, "zeros", ScalarType::Char, "int8");
+  check_contiguous(scale, "scale", ScalarType::Float, "float32");
+  TILEWRIGHT_CHECK(weight.dim() == 3, "weight must have three dimensions, it is ", shape(weight));
+  const int64_t blocks = (n + 31) / 32, groups = weight.size(1);
+  p.group = (weight.size(2) - 128) / 16;
+  TILEWRIGHT_CHECK((p.group == 32 || p.group == 64 || p.group == 128) && weight.size(2) == p.group * 16 + 128,
+                   "weight is ", shape(weight), ", its last size must be 16 * group + 128, the group 32, 64 or 128");
+  TILEWRIGHT_CHECK(weight.size(0) == blocks && groups == (p.k + p.group - 1) / p.group, "weight is ", shape(weight),
+                   ", ", n, " x ", p.k, " in groups of ", p.group, " needs [", blocks, ", ",
+                   (p.k + p.group - 1) / p.group, ", ", p.group * 16 + 128, "]");
+  for (const Tensor* t : {&zeros, &scale})
+    TILEWRIGHT_CHECK(t->dim() == 3 && t->size(0) == blocks && t->size(1) == groups && t->size(2) == 32,
+                     "zeros and scale must be [", blocks, ", ", groups, ", 32], one is ", shape(*t));
+  p.stored_n = blocks * 32;
+  p.padded_k = groups * p.group;
+  p.weight = static_cast<const uint8_t*>(weight.const_data_ptr());
+  p.zeros = static_cast<const int8_t*>(zeros.const_data_ptr());
+  p.scale = static_cast<const float*>(scale.const_data_ptr());
+  p.bias = checked_bias(bias, n);
+  return run(p, x);
+}
+
+std::string isa_name() { return isa().name; }
+
+}  // namespace
+}  // namespace tilewright
+
+STABLE_TORCH_LIBRARY(tilewright, m) {
+  m.def("linear_bf16(Tensor x, Tensor weight, int n, Tensor? bias=None) -> Tensor");
+  m.def("linear_int8(Tensor x, Tensor weight, Tensor scale, int n, Tensor? bias=None) -> Tensor");
+  m.def("linear_fp8(Tensor x, Tensor weight, Tensor scale, int n, Tensor? bias=None) -> Tensor");
+  m.def(
+      "linear_int4(Tensor x, Tensor weight, Tensor zeros, Tensor scale, int n, Tensor? bias=None, "
+      "bool int8_activations=True) -> Tensor");
+  m.def("isa() -> str");
+  m.def("isa_report() -> str");
+  m.def("select_isa(str name) -> str");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {
+  m.impl("linear_bf16", TORCH_BOX(&tilewright::linear_bf16));
+  m.impl("linear_int8", TORCH_BOX(&tilewright::linear_int8));
+  m.impl("linear_fp8", TORCH_BOX(&tilewright::linear_fp8));
+  m.impl("linear_int4", TORCH_BOX(&tilewright::linear_int4));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(tilewright, CompositeExplicitAutograd, m) {
+  m.impl("isa", TORCH_BOX(&tilewright::isa_name));
+  m.impl("isa_report", TORCH_BOX(&tilewright::report));
+  m.impl("select_isa", TORCH_BOX(&tilewright::select));
+}

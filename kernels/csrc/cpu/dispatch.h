@@ -1,0 +1,19 @@
+// Chooses the instruction set that the operators run on.
+#pragma once
+#include <string>
+
+#include "table.h"
+
+namespace tilewright {
+
+// The chosen instruction set; the best one that this machine has unless `select` lowered it.
+const Isa& isa();
+
+// Chooses by name ("" is the best). Returns why that is impossible, or "" when done. An instruction set that this
+// machine lacks is refused: a name can only lower the choice.
+std::string select(const std::string& name);
+
+// One line for each instruction set, best first: name, tab, why it cannot be used here (empty if it can), tab, note.
+std::string report();
+
+}  // namespace tilewright

@@ -1,0 +1,91 @@
+#pragma once
+// Activations: read once, rounded or quantized, and laid out in the order in which the products read them.
+//
+// Rows are packed in groups of `rows`. A row is cut into 4-byte units (one fp32, two bf16 or four int8); unit u of row
+// r of a group with R rows lies at ((u / span) * R + r) * span + u % span, so a group is read from front to back.
+#include "scalar-inl.h"
+
+namespace {
+
+inline bool has_int8_activations(Kind kind) { return kind == Kind::int8 || kind == Kind::int4_int8; }
+
+template <class I>
+void load_row(const Linear* p, int64_t row, float* out) {
+  const int64_t k = p->k;
+  if (p->dtype == Float::f32) {
+    memcpy(out, static_cast<const float*>(p->x) + row * p->x_stride, size_t(k) * 4);
+  } else {
+    const uint16_t* x = static_cast<const uint16_t*>(p->x) + row * p->x_stride;
+    if (p->dtype == Float::f16)
+      I::halves_to_floats(x, out, k);
+    else
+      for (int64_t i = 0; i < k; ++i) out[i] = bf16_to_float(x[i]);
+  }
+}
+
+// q = round_half_even(x * (127 / amax)), amax = max(|x|, 1e-7); returns amax / 127. A NaN in x makes the scale NaN.
+inline float quantize_row(const float* x, int64_t k, int8_t* q, uint32_t flip) {
+  uint32_t top = bits(1e-7f);  // magnitudes compare as their bits do, and NaN is above infinity
+  for (int64_t i = 0; i < k; ++i) {
+    const uint32_t magnitude = bits(x[i]) & 0x7fffffff;
+    top = magnitude > top ? magnitude : top;
+  }
+  const float amax = from_bits(top), inverse = 127.0f / amax;
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer that the low bits hold
+  for (int64_t i = 0; i < k; ++i) q[i] = int8_t((bits(x[i] * inverse + kRound) ^ flip) & 0xff);
+  return amax / 127.0f;
+}
+
+inline void place_row(const uint32_t* units, const Linear* p, uint32_t* group, int64_t rows, int64_t row) {
+  const int64_t span = p->unit_span;
+  uint32_t* out = group + row * span;
+  if (span == 1)
+    for (int64_t u = 0; u < p->units; ++u) out[u * rows] = units[u];
+  else if (span == 16)
+    for (int64_t u = 0; u < p->units; u += 16) memcpy(out + u * rows, units + u, 64);
+  else
+    for (int64_t u = 0; u < p->units; u += span) memcpy(out + u * rows, units + u, size_t(span) * 4);
+}
+
+template <class I>
+void prepare_row(const Linear* p, int64_t row, float* values, void* units) {
+  const int64_t k = p->k;
+  load_row<I>(p, row, values);
+  if (!has_int8_activations(p->kind)) {
+    if constexpr (I::kFloatUnits) {
+      float* out = static_cast<float*>(units);
+      for (int64_t i = 0; i < k; ++i) out[i] = bf16_to_float(float_to_bf16(values[i]));
+    } else {
+      uint16_t* out = static_cast<uint16_t*>(units);
+      for (int64_t i = 0; i < k; ++i) out[i] = float_to_bf16(values[i]);
+    }
+    return;
+  }
+  int8_t* q = static_cast<int8_t*>(units);
+  const bool biased = I::kBiasedInt8 && p->kind == Kind::int8;
+  p->row_scale[row] = quantize_row(values, k, q, biased ? 0x80 : 0);
+  if (p->kind == Kind::int8) return;
+  for (int64_t g = 0, groups = p->padded_k / p->group; g < groups; ++g) {
+    int32_t sum = 0;
+    for (int64_t i = g * p->group; i < smaller(k, (g + 1) * p->group); ++i) sum += q[i];
+    p->row_sums[row * groups + g] = sum;
+  }
+}
+
+// Packs the row groups [begin, end).
+template <class I>
+void prepare(const Linear* p, int64_t begin, int64_t end, void* scratch) {
+  uint32_t* units = static_cast<uint32_t*>(scratch);
+  float* values = reinterpret_cast<float*>(units + p->units);
+  memset(units, 0, size_t(p->units) * 4);  // the padding beyond k stays zero
+  for (int64_t g = begin; g < end; ++g) {
+    const int64_t first = g * p->rows, rows = smaller(p->rows, p->m - first);
+    uint32_t* group = p->activations + first * p->units;
+    for (int64_t r = 0; r < rows; ++r) {
+      prepare_row<I>(p, first + r, values, units);
+      place_row(units, p, group, rows, r);
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,3 @@
+#include "avx2-inl.h"
+
+TILEWRIGHT_ISA(avx2, VectorIsa<Avx2>)

@@ -1,0 +1,52 @@
+// 512-bit registers: AVX-512 with VNNI, BF16 and VBMI.
+#include "avx512-panels-inl.h"
+#include "vector-inl.h"
+
+namespace {
+
+struct Avx512 : Avx512Panels {
+  using F = __m512;
+  using N = __m512i;
+  using Pair = __m512i;
+  using PairActivation = __m512i;
+  using Quad = __m512i;
+
+  static constexpr int kLanes = 16, kFloatRows = 12, kIntRows = 12;  // x 2 vectors: 24 sums, 2 weights, 1 activation
+  static constexpr bool kFloatUnits = false, kBiasedInt8 = true;
+  static constexpr Blocking kBlocking{.bf16_chunk = 512, .int8_chunk = 1024, .task_rows = 192, .task_blocks = 8};
+  static constexpr int vectors(int) { return 2; }
+
+  static F zero() { return _mm512_setzero_ps(); }
+  static N zero_int() { return _mm512_setzero_si512(); }
+  static F load(const float* p) { return _mm512_loadu_ps(p); }
+  static N load_int(const int32_t* p) { return _mm512_loadu_si512(p); }
+  static void store(float* p, F f) { _mm512_storeu_ps(p, f); }
+  static void store_int(int32_t* p, N n) { _mm512_storeu_si512(p, n); }
+  static F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static F multiply(F a, F b) { return _mm512_mul_ps(a, b); }
+  static N add_int(N a, N b) { return _mm512_add_epi32(a, b); }
+  static N subtract(N a, N b) { return _mm512_sub_epi32(a, b); }
+  static N multiply_int(N a, N b) { return _mm512_mullo_epi32(a, b); }
+  static F to_float(N n) { return _mm512_cvtepi32_ps(n); }
+  static N broadcast(uint32_t u) { return _mm512_set1_epi32(int(u)); }
+  static N load_zeros(const int8_t* z) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(z)));
+  }
+
+  static Pair load_pair(const uint8_t* panel, int64_t pair, int vector) {
+    return _mm512_loadu_si512(panel + pair * 128 + vector * 64);
+  }
+  template <int R>
+  static __m512i load_activation(const uint32_t* a, int64_t pair, int row) {
+    return broadcast(a[pair * R + row]);
+  }
+  static F dot_pair(F acc, Pair w, __m512i a) { return _mm512_dpbf16_ps(acc, (__m512bh)w, (__m512bh)a); }
+
+  static Quad load_quad(const uint8_t* p) { return _mm512_loadu_si512(p); }
+  static N dot_s8(N acc, Quad w, N a) { return _mm512_dpbusd_epi32(acc, a, w); }
+  static N dot_u4(N acc, Quad w, N a) { return _mm512_dpbusd_epi32(acc, w, a); }
+};
+
+}  // namespace
+
+TILEWRIGHT_ISA(avx512, VectorIsa<Avx512>)

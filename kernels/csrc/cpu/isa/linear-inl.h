@@ -1,0 +1,207 @@
+#pragma once
+// y = x . w^T, the one driver of every instruction set. Included once per file, after `struct I` of that file.
+//
+// A task is some rows of x times some packed blocks of 32 columns. K is walked in chunks; a chunk of a block is brought
+// into the form that the products read (its panel) once and used for all rows of the task; what a chunk gives is folded
+// into the sums [block][row][32] that `finish` turns into y. Where K is cut depends on the kind and K alone, so the
+// result of a row depends neither on the other rows nor on the threads.
+#include "activations-inl.h"
+
+namespace {
+
+// How a problem is cut for the caches.
+struct Blocking {
+  int64_t bf16_chunk;   // columns: a panel of them stays in the first-level cache while the rows pass by
+  int64_t int8_chunk;   //
+  int64_t task_rows;    // a chunk of their activations stays in the second-level cache while the blocks pass by
+  int64_t task_blocks;  // bounds the sums of a task, [blocks][rows][32] x 4 bytes
+};
+
+// One chunk of one packed block, ready to be multiplied.
+struct Chunk {
+  const uint8_t* panel;  // the weights, in the form of the instruction set
+  int64_t columns;       // of K, a multiple of 32
+  int64_t unit;          // first 4-byte unit of each packed row of activations
+  bool first;            // no chunk came before: the sums are undefined
+  const float* scale;    // [32] or null (1)
+  const int8_t* zeros;   // [32], int4
+  const int32_t* sums;   // int4_int8: row_sums at this group; rows are k/group apart
+  void* sum;             // [rows of the task][32] fp32, or int32 for int8
+};
+
+inline int64_t row_bytes(const Linear* p) {  // of one packed row
+  switch (p->kind) {
+    case Kind::bf16:
+      return p->padded_k * 2;
+    case Kind::fp8:
+      return p->padded_k;
+    case Kind::int8:
+      return p->padded_k + 4;
+    default:
+      return p->padded_k / p->group * (p->group / 2 + 4);
+  }
+}
+
+inline const uint8_t* block_weights(const Linear* p, int64_t block) {
+  return p->weight + block * kBlockN * row_bytes(p);
+}
+
+// A last block of 16 rows [pair][16][2], as one of 32 whose second half is zero.
+inline const uint8_t* widen(const uint8_t* from, int64_t pairs, int64_t element, uint8_t* to) {
+  const size_t half = size_t(element) * 32;
+  for (int64_t i = 0; i < pairs; ++i) {
+    memcpy(to + i * 2 * half, from + i * half, half);
+    memset(to + i * 2 * half + half, 0, half);
+  }
+  return to;
+}
+
+struct Workspace {
+  uint8_t* panel;  // decoded weights of one chunk
+  uint8_t* wide;   // widened weights of one chunk
+  float* scale;    // [32]
+  uint8_t* sums;   // [blocks of the task][rows of the task][32] x 4 bytes
+};
+
+constexpr int64_t kPanelBytes(int64_t columns) { return columns * kBlockN * 4; }
+
+inline Workspace workspace(const Linear* p, void* scratch) {
+  uint8_t* at = static_cast<uint8_t*>(scratch);
+  Workspace w;
+  w.panel = at;
+  w.wide = w.panel + kPanelBytes(p->chunk);
+  w.scale = reinterpret_cast<float*>(w.wide + p->chunk * kBlockN * 2);
+  w.sums = reinterpret_cast<uint8_t*>(w.scale + kBlockN);
+  return w;
+}
+
+// Fills in the weights and scales of the chunk at column k0 of a block.
+template <class I>
+Chunk chunk_of(const Linear* p, int64_t block, int64_t k0, const Workspace& w) {
+  const int64_t columns = smaller(p->chunk, p->padded_k - k0);
+  const uint8_t* from = block_weights(p, block);
+  const bool narrow = p->stored_n - block * kBlockN < kBlockN;
+  Chunk c{};
+  c.columns = columns;
+  c.first = k0 == 0;
+  c.unit = has_int8_activations(p->kind) ? k0 / 4 : I::kFloatUnits ? k0 : k0 / 2;
+  if (p->kind == Kind::bf16) {
+    from = narrow ? widen(from + k0 * 32, columns / 2, 2, w.wide) : from + k0 * kBlockN * 2;
+    c.panel = I::bf16_panel(from, columns, w.panel);
+  } else if (p->kind == Kind::fp8) {
+    from = narrow ? widen(from + k0 * 16, columns / 2, 1, w.wide) : from + k0 * kBlockN;
+    c.panel = I::fp8_panel(from, columns, w.panel);
+    const float s = p->scale[block * kBlockN / 128 * ceil_div(p->k, 128) + k0 / 128];
+    for (int i = 0; i < kBlockN; ++i) w.scale[i] = s;
+    c.scale = w.scale;
+  } else if (p->kind == Kind::int8) {
+    c.panel = I::int8_panel(from + k0 * kBlockN, columns, w.panel);
+  } else {
+    const int64_t groups = p->padded_k / p->group, g = k0 / p->group;
+    from += g * (p->group * 16 + 128);
+    c.scale = p->scale + (block * groups + g) * kBlockN;
+    c.zeros = p->zeros + (block * groups + g) * kBlockN;
+    if (p->kind == Kind::int4_int8) {
+      c.panel = I::int4_panel(from, columns, w.panel);
+      c.sums = p->row_sums + g;
+    } else {
+      c.panel = I::int4_bf16_panel(from, columns, c.zeros, w.panel);
+    }
+  }
+  return c;
+}
+
+template <class I>
+void store_row(const float* v, const Linear* p, int64_t row, int64_t column, int64_t count) {
+  const int64_t at = row * p->n + column;
+  if (p->dtype == Float::f32) {
+    memcpy(static_cast<float*>(p->y) + at, v, size_t(count) * 4);
+    return;
+  }
+  uint16_t out[kBlockN];
+  if (p->dtype == Float::bf16)
+    for (int i = 0; i < kBlockN; ++i) out[i] = float_to_bf16(v[i]);
+  else
+    I::floats_to_halves(v, out, kBlockN);
+  memcpy(static_cast<uint16_t*>(p->y) + at, out, size_t(count) * 2);
+}
+
+// Sums -> y for one block: row scales, column scales of int8, bias, rounding; products are rounded apart.
+template <class I>
+void finish(const Linear* p, int64_t block, int64_t row_begin, int64_t row_end, const void* sums) {
+  const int64_t column = block * kBlockN, count = smaller(kBlockN, p->n - column);
+  float bias[kBlockN] = {}, scale[kBlockN] = {};
+  int32_t correction[kBlockN] = {};
+  if (p->bias) memcpy(bias, p->bias + column, size_t(count) * 4);
+  if (p->kind == Kind::int8) {
+    memcpy(scale, p->scale + column, size_t(count) * 4);
+    // The file holds 128 * sum_k w for activations stored as q + 128.
+    if (I::kBiasedInt8) memcpy(correction, block_weights(p, block) + p->padded_k * kBlockN, sizeof correction);
+  }
+  for (int64_t r = row_begin; r < row_end; ++r) {
+    float v[kBlockN];
+    const int64_t offset = (r - row_begin) * kBlockN;
+    if (p->kind == Kind::int8) {
+      const int32_t* sum = static_cast<const int32_t*>(sums) + offset;
+      const float row_scale = p->row_scale[r];
+      for (int i = 0; i < kBlockN; ++i)
+        v[i] = float(int32_t(uint32_t(sum[i]) - uint32_t(correction[i]))) * row_scale * scale[i];
+    } else {
+      const float* sum = static_cast<const float*>(sums) + offset;
+      const float row_scale = p->kind == Kind::int4_int8 ? p->row_scale[r] : 1.0f;
+      for (int i = 0; i < kBlockN; ++i) v[i] = sum[i] * row_scale;
+    }
+    if (p->bias)
+      for (int i = 0; i < kBlockN; ++i) v[i] += bias[i];
+    store_row<I>(v, p, r, column, count);
+  }
+}
+
+template <class I>
+void compute(const Linear* p, int64_t begin, int64_t end, void* scratch) {
+  const Workspace w = workspace(p, scratch);
+  I multiplier(p);
+  for (int64_t task = begin; task < end; ++task) {
+    const int64_t row_begin = task / p->block_tasks * p->task_rows, row_end = smaller(row_begin + p->task_rows, p->m);
+    const int64_t block_begin = task % p->block_tasks * p->task_blocks;
+    const int64_t block_end = smaller(block_begin + p->task_blocks, ceil_div(p->n, kBlockN));
+    const size_t sum_bytes = size_t(p->task_rows) * kBlockN * 4;
+    for (int64_t k0 = 0; k0 < p->padded_k; k0 += p->chunk)
+      for (int64_t b = block_begin; b < block_end; ++b) {
+        Chunk c = chunk_of<I>(p, b, k0, w);
+        c.sum = w.sums + size_t(b - block_begin) * sum_bytes;
+        multiplier.multiply(c, row_begin, row_end);
+      }
+    for (int64_t b = block_begin; b < block_end; ++b)
+      finish<I>(p, b, row_begin, row_end, w.sums + size_t(b - block_begin) * sum_bytes);
+  }
+}
+
+template <class I>
+void plan(Linear* p) {
+  const bool integers = has_int8_activations(p->kind);
+  p->rows = integers ? I::kIntRows : I::kFloatRows;
+  p->unit_span = I::span(p->kind, p->group);
+  p->units = round_up(integers ? p->padded_k / 4 : I::kFloatUnits ? p->padded_k : p->padded_k / 2, p->unit_span);
+  p->chunk = p->kind == Kind::fp8    ? 128
+             : p->kind == Kind::bf16 ? I::kBlocking.bf16_chunk
+             : p->kind == Kind::int8 ? I::kBlocking.int8_chunk
+                                     : p->group;
+  const int64_t blocks = ceil_div(p->n, kBlockN);
+  p->task_rows = smaller(round_up(p->m, p->rows), round_up(I::kBlocking.task_rows, p->rows));
+  p->row_tasks = ceil_div(p->m, p->task_rows);
+  // With few rows the weights are read once, block after block. With many, a task keeps its rows in the cache.
+  const int64_t wanted = p->m <= p->rows ? 1 : blocks * p->row_tasks / (4 * p->threads);
+  p->task_blocks = larger(1, smaller(wanted, I::kBlocking.task_blocks));
+  p->block_tasks = ceil_div(blocks, p->task_blocks);
+  p->activation_bytes = size_t(p->m * p->units) * 4;
+  p->prepare_bytes = size_t(p->units + p->padded_k + 16) * 4;
+  p->task_bytes = size_t(kPanelBytes(p->chunk) + p->chunk * kBlockN * 2 + kBlockN * 4) +
+                  size_t(p->task_blocks * p->task_rows * kBlockN) * 4;
+}
+
+}  // namespace
+
+#define TILEWRIGHT_ISA(name, I)                                                                 \
+  extern "C" __attribute__((visibility("hidden"))) const tilewright::Isa tilewright_isa_##name; \
+  const tilewright::Isa tilewright_isa_##name = {#name, plan<I>, prepare<I>, compute<I>};

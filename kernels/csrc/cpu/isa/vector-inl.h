@@ -1,0 +1,110 @@
+#pragma once
+// Products on vector registers, one text for every instruction set that has them. V describes the registers:
+//   F, N           kLanes fp32 or int32 lanes, one column each
+//   Pair           weights of two k for kLanes columns;  Quad: weights of four k
+//   dot_pair       acc + w . a for one row, both k;      dot_s8, dot_u4: the same for four k, signed or 4-bit codes
+//   vectors(rows)  registers of columns for each row, when `rows` rows share the register file
+#include "linear-inl.h"
+
+namespace {
+
+// Some rows of one group, and where their sums are.
+struct Rows {
+  const uint32_t* a;  // packed activations of the group at the chunk
+  void* sum;          // [rows][32]
+  int64_t first;      // row of x
+};
+
+template <class V, int R>
+inline void float_rows(const Chunk& c, const Rows& at) {
+  constexpr int kVectors = V::vectors(R), kLanes = V::kLanes;
+  float* const sum = static_cast<float*>(at.sum);
+  for (int v0 = 0; v0 < kBlockN / kLanes; v0 += kVectors) {
+    typename V::F acc[R][kVectors];
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < kVectors; ++v) acc[r][v] = V::zero();
+    for (int64_t p = 0; p < c.columns / 2; ++p) {
+      typename V::Pair w[kVectors];
+      for (int v = 0; v < kVectors; ++v) w[v] = V::load_pair(c.panel, p, v0 + v);
+      for (int r = 0; r < R; ++r) {
+        const typename V::PairActivation a = V::template load_activation<R>(at.a, p, r);
+        for (int v = 0; v < kVectors; ++v) acc[r][v] = V::dot_pair(acc[r][v], w[v], a);
+      }
+    }
+    for (int v = 0; v < kVectors; ++v) {
+      const typename V::F scale = c.scale ? V::load(c.scale + (v0 + v) * kLanes) : V::zero();
+      for (int r = 0; r < R; ++r) {
+        float* const s = sum + r * kBlockN + (v0 + v) * kLanes;
+        const typename V::F part = c.scale ? V::multiply(acc[r][v], scale) : acc[r][v];
+        V::store(s, V::add(c.first ? V::zero() : V::load(s), part));
+      }
+    }
+  }
+}
+
+template <class V, int R, bool kInt4>
+inline void int_rows(const Linear* p, const Chunk& c, const Rows& at) {
+  constexpr int kVectors = V::vectors(R), kLanes = V::kLanes;
+  for (int v0 = 0; v0 < kBlockN / kLanes; v0 += kVectors) {
+    typename V::N acc[R][kVectors];
+    for (int r = 0; r < R; ++r)
+      for (int v = 0; v < kVectors; ++v) acc[r][v] = V::zero_int();
+    for (int64_t q = 0; q < c.columns / 4; ++q) {
+      typename V::Quad w[kVectors];
+      for (int v = 0; v < kVectors; ++v) w[v] = V::load_quad(c.panel + (q * kBlockN + (v0 + v) * kLanes) * 4);
+      for (int r = 0; r < R; ++r) {
+        const typename V::N a = V::broadcast(at.a[q * R + r]);
+        for (int v = 0; v < kVectors; ++v)
+          acc[r][v] = kInt4 ? V::dot_u4(acc[r][v], w[v], a) : V::dot_s8(acc[r][v], w[v], a);
+      }
+    }
+    for (int v = 0; v < kVectors; ++v) {
+      const int column = (v0 + v) * kLanes;
+      for (int r = 0; r < R; ++r) {
+        if constexpr (kInt4) {
+          // float(sum a * (code - zero)) * scale, one group after the other
+          float* const s = static_cast<float*>(at.sum) + r * kBlockN + column;
+          const typename V::N zeros = V::load_zeros(c.zeros + column);
+          const typename V::N row_sum = V::broadcast(uint32_t(c.sums[(at.first + r) * (p->padded_k / p->group)]));
+          const typename V::F dot = V::to_float(V::subtract(acc[r][v], V::multiply_int(zeros, row_sum)));
+          V::store(s, V::add(c.first ? V::zero() : V::load(s), V::multiply(dot, V::load(c.scale + column))));
+        } else {
+          int32_t* const s = static_cast<int32_t*>(at.sum) + r * kBlockN + column;
+          V::store_int(s, V::add_int(c.first ? V::zero_int() : V::load_int(s), acc[r][v]));
+        }
+      }
+    }
+  }
+}
+
+template <class V, int R>
+inline void on_rows(int64_t rows, const Linear* p, const Chunk& c, const Rows& at) {
+  if (rows != R) {
+    if constexpr (R > 1) on_rows<V, R - 1>(rows, p, c, at);
+  } else if (p->kind == Kind::int8) {
+    int_rows<V, R, false>(p, c, at);
+  } else if (p->kind == Kind::int4_int8) {
+    int_rows<V, R, true>(p, c, at);
+  } else {
+    float_rows<V, R>(c, at);
+  }
+}
+
+template <class V>
+struct VectorIsa : V {
+  const Linear* p;
+
+  explicit VectorIsa(const Linear* problem) : p(problem) {}
+  static int64_t span(Kind, int64_t) { return 1; }
+
+  void multiply(const Chunk& c, int64_t row_begin, int64_t row_end) const {
+    for (int64_t r = row_begin; r < row_end; r += p->rows) {
+      const int64_t rows = smaller(p->rows, p->m - r);
+      const uint32_t* a = p->activations + r * p->units + rows * c.unit;
+      constexpr int kMost = V::kIntRows > V::kFloatRows ? V::kIntRows : V::kFloatRows;
+      on_rows<V, kMost>(rows, p, c, {a, static_cast<float*>(c.sum) + (r - row_begin) * kBlockN, r});
+    }
+  }
+};
+
+}  // namespace

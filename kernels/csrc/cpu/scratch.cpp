@@ -1,0 +1,34 @@
+#include "scratch.h"
+
+#include <cstdlib>
+#include <new>
+
+namespace tilewright {
+namespace {
+
+struct Buffer {
+  void* data = nullptr;
+  size_t size = 0;
+  ~Buffer() { std::free(data); }
+
+  void* reserve(size_t bytes) {
+    if (bytes <= size) return data;
+    std::free(data);
+    data = nullptr;
+    size = 0;
+    const size_t rounded = (bytes + 4095) / 4096 * 4096;
+    data = std::aligned_alloc(64, rounded);
+    if (!data) throw std::bad_alloc();
+    size = rounded;
+    return data;
+  }
+};
+
+}  // namespace
+
+void* scratch(Scratch use, size_t bytes) {
+  thread_local Buffer buffers[2];
+  return buffers[static_cast<int>(use)].reserve(bytes);
+}
+
+}  // namespace tilewright

@@ -1,0 +1,73 @@
+// The plain C boundary between the operators (baseline flags, C++ library, torch) and the code that is compiled once
+// for each instruction set: only plain data and function pointers cross it.
+#pragma once
+#include <stddef.h>
+#include <stdint.h>
+
+namespace tilewright {
+
+constexpr int64_t kBlockN = 32;  // columns (output features) of one packed block
+
+enum class Kind : int32_t {
+  bf16,       // weight bf16
+  fp8,        // weight e4m3fn, one fp32 scale for 128 x 128, activations bf16
+  int4_bf16,  // weight int4 with zero points, one fp32 scale for 1 x group, activations bf16 (W4A16)
+  int8,       // weight int8, one fp32 scale for each row, activations int8 by row
+  int4_int8,  // weight as int4_bf16, activations int8 by row (W4A8)
+};
+
+enum class Float : int32_t { f32, bf16, f16 };
+
+// y[m, n] = x[m, k] . w[n, k]^T (+ bias[n]). Filled by the operator up to `threads`; `plan` of the instruction set
+// fills the rest; the operator then allocates the scratch memory.
+struct Linear {
+  Kind kind;
+  Float dtype;              // of x and y
+  int64_t m, n, k;          // logical sizes
+  const void* x;            // [m, k], rows `x_stride` elements apart
+  int64_t x_stride;         //
+  const uint8_t* weight;    // packed, docs/format.md
+  int64_t stored_n;         // packed rows: n rounded up to 32, or to 16 where the last block has 16 rows
+  int64_t padded_k;         // packed columns: k rounded up to 32
+  int64_t group;            // int4: columns that share a scale
+  const float* scale;       // fp8 [ceil(n/128), ceil(k/128)]; int8 [stored_n]; int4 [blocks, k/group, 32]
+  const int8_t* zeros;      // int4 [blocks, k/group, 32]
+  const float* bias;        // [n] or null
+  void* y;                  // [m, n], contiguous
+  int32_t threads;          // that may work on it; never changes a result
+                            // -- blocking, chosen by plan --
+  int64_t rows;             // rows of one group of activations: packed together, computed together
+  int64_t unit_span;        // consecutive 4-byte units of one row that lie side by side in the packed activations
+  int64_t units;            // 4-byte units of one packed row of activations
+  int64_t chunk;            // columns of K accumulated before they are folded into the sum: by kind and k alone
+  int64_t task_rows;        // rows of one task, a multiple of `rows`
+  int64_t task_blocks;      // packed blocks of one task
+  int64_t row_tasks;        //
+  int64_t block_tasks;      // tasks = row_tasks * block_tasks, rows outermost
+  size_t activation_bytes;  // size of `activations`
+  size_t task_bytes;        // scratch of one thread for compute
+  size_t prepare_bytes;     // scratch of one thread for prepare
+                            // -- scratch memory, shared by the threads --
+  uint32_t* activations;    // packed activations
+  float* row_scale;         // [m], int8 activations only
+  int32_t* row_sums;        // [m, k/group], sums of int8 activations, int4_int8 only
+};
+
+// One instruction set. prepare and compute may run on several threads at once, for disjoint ranges.
+struct Isa {
+  const char* name;
+  void (*plan)(Linear*);
+  void (*prepare)(const Linear*, int64_t group_begin, int64_t group_end, void* scratch);
+  void (*compute)(const Linear*, int64_t task_begin, int64_t task_end, void* scratch);
+};
+
+#define TILEWRIGHT_DECLARE_ISA(name) extern "C" __attribute__((visibility("hidden"))) const Isa tilewright_isa_##name
+TILEWRIGHT_DECLARE_ISA(portable);
+TILEWRIGHT_DECLARE_ISA(avx2);
+TILEWRIGHT_DECLARE_ISA(avxvnni);
+TILEWRIGHT_DECLARE_ISA(avx512);
+TILEWRIGHT_DECLARE_ISA(amx);
+TILEWRIGHT_DECLARE_ISA(amx_emu);
+#undef TILEWRIGHT_DECLARE_ISA
+
+}  // namespace tilewright

@@ -1,0 +1,92 @@
+"""What each operator computes, in plain torch on unpacked weights: the specification that the kernels are tested with.
+
+Integer products are exact (int64). Where an operator promises bits, the fp32 operations here are the promised ones in
+the promised order; sums of bf16 products may be taken in any order, so those references sum in float64.
+
+Axes: M tokens, N output features, K input features, G groups of columns.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FP8_BLOCK = 128
+
+
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Symmetric int8 by row: `q = round_half_even(x * (127 / amax))`, `amax = max(|x|, 1e-7)`, all in fp32.
+
+    Args:
+        x: fp32, bf16 or fp16 [M, K].
+
+    Returns:
+        int64 [M, K] codes in -127..127 and fp32 [M, 1] multipliers `amax / 127`.
+    """
+    values = x.float()
+    amax = values.abs().amax(-1, keepdim=True).clamp(min=1e-7)
+    inverse = torch.tensor(127.0) / amax  # a Python scalar would become a multiplication by a reciprocal
+    return torch.round(values * inverse).long(), amax / torch.tensor(127.0)
+
+
+def _finish(y: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    return (y if bias is None else y + bias).to(dtype)
+
+
+def linear_bf16(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`bf16(x) · weightᵀ + bias`; weight bf16 [N, K]."""
+    y = x.bfloat16().double() @ weight.double().T
+    return _finish(y.float(), bias, x.dtype)
+
+
+def linear_int8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`float(q · weightᵀ) * row_scale * scale + bias`, exact; weight int8 [N, K], scale fp32 [N]."""
+    q, row_scale = quantize_rows(x)
+    y = (q @ weight.long().T).float() * row_scale * scale.reshape(-1)
+    return _finish(y, bias, x.dtype)
+
+
+def linear_fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`Σ_g (bf16(x)_g · weight_gᵀ) * scale_g + bias` over 128-column groups; scale fp32 [ceil(N/128), ceil(K/128)]."""
+    n, k = weight.shape
+    values = x.bfloat16().double()
+    rows = scale.repeat_interleave(FP8_BLOCK, 0)[:n]
+    y = torch.zeros(x.shape[0], n)
+    for g, k0 in enumerate(range(0, k, FP8_BLOCK)):
+        part = values[:, k0 : k0 + FP8_BLOCK] @ weight[:, k0 : k0 + FP8_BLOCK].double().T
+        y = y + part.float() * rows[:, g]
+    return _finish(y, bias, x.dtype)
+
+
+def linear_int4(
+    x: Tensor,
+    codes: Tensor,
+    zeros: Tensor,
+    scale: Tensor,
+    group: int,
+    bias: Tensor | None = None,
+    int8_activations: bool = True,
+) -> Tensor:
+    """Int4 weight with groups: `Σ_g float(a_g · (codes - zeros)_gᵀ) * scale_g`, g ascending, then `* row_scale + bias`.
+
+    With int8 activations (exact) `a` are the codes of `quantize_rows`; otherwise `a = bf16(x)`, without a row scale.
+
+    Args:
+        x: fp32, bf16 or fp16 [M, K].
+        codes: uint8 [N, K], 0..15.
+        zeros: [N, G] zero points.
+        scale: fp32 [N, G], G = ceil(K / group).
+        group: Columns that share a scale; the last group may have fewer.
+        bias: fp32 [N].
+        int8_activations: W4A8 or W4A16.
+
+    Returns:
+        [M, N] in the dtype of `x`.
+    """
+    signed = codes.long() - zeros.long().repeat_interleave(group, 1)[:, : codes.shape[1]]
+    q, row_scale = quantize_rows(x)
+    a = q if int8_activations else x.bfloat16().double()
+    y = torch.zeros(x.shape[0], codes.shape[0])
+    for g, (part_a, part_w) in enumerate(zip(a.split(group, 1), signed.split(group, 1), strict=True)):
+        y = y + (part_a @ part_w.to(a.dtype).T).float() * scale[:, g]
+    return _finish(y * row_scale if int8_activations else y, bias, x.dtype)
