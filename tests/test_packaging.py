@@ -41,8 +41,11 @@ def test_wheel_holds_one_import_name(wheel: Path) -> None:
 def test_wheel_runs_away_from_the_sources(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     zipfile.ZipFile(wheel).extractall(site)
-    code = "import tilewright.kernels.ops as ops; print(tilewright.__file__); print(ops.isa())"
-    command = [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(site)!r}); {code}"]
+    # an editable install of these sources would be found first
+    path = f"sys.path.insert(0, {str(site)!r})"
+    finders = "sys.meta_path = [finder for finder in sys.meta_path if 'editable' not in type(finder).__module__]"
+    code = "import tilewright; from tilewright.kernels import ops; print(tilewright.__file__); print(ops.isa())"
+    command = [sys.executable, "-c", f"import sys; {path}; {finders}; {code}"]
     out = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True).stdout.splitlines()
     assert Path(out[0]).is_relative_to(site)
     assert out[1]
