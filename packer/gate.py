@@ -11,6 +11,7 @@ from typing import Any
 from tilewright.kernels.errors import PlanError
 
 from .checkpoint import Checkpoint
+from .failures import one_clear_message
 from .journal import PARTIAL, finished_files, kept_headers, plan_hash
 from .plan import Copy, Plan
 from .resources import disk_free, disk_needed, memory_plan
@@ -73,6 +74,11 @@ def prepare(plan: Plan, checkpoint: Checkpoint, output: Path, options: Options) 
     Raises:
         PlanError: The job is refused; all reasons are in the message.
     """
+    with one_clear_message(output):
+        return _prepare(plan, checkpoint, output, options)
+
+
+def _prepare(plan: Plan, checkpoint: Checkpoint, output: Path, options: Options) -> Job:
     _check_consistency(plan, checkpoint)
     problems = [str(reject) for reject in plan.rejects]
     problems += _check_places(checkpoint, output, options)

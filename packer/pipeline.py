@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import queue
 import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tilewright.kernels.errors import SchemeError, TilewrightError
+from tilewright.kernels.errors import SchemeError
 from tilewright.kernels.tensors import TensorSpec
 
 from .checkpoint import Checkpoint
+from .failures import one_clear_message
 from .gate import Job, Options, prepare
 from .journal import PARTIAL, FileRecord, Journal, kept_headers, source_identity
 from .output import clear, complete
@@ -55,7 +54,7 @@ def execute(
         TilewrightError: It failed or was interrupted; unless a weight was the reason, `--resume` goes on from there.
     """
     options, progress = options or Options(), progress or Silent()
-    with _one_clear_message(output):
+    with one_clear_message(output):
         job = prepare(plan, checkpoint, output, options)
         if job.finished:
             shutil.rmtree(output / PARTIAL, ignore_errors=True)
@@ -79,20 +78,6 @@ def execute(
         finally:
             journal.close()
     return Result(job, written)
-
-
-@contextmanager
-def _one_clear_message(output: Path) -> Iterator[None]:
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise TilewrightError(f"{output}: interrupted", hint="the same command with --resume goes on") from None
-    except OSError as error:
-        place = error.filename or output
-        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
-            hint = "nothing is lost: make room, then the same command with --resume goes on"
-            raise TilewrightError(f"{place}: the disk is full: {error.strerror}", hint=hint) from error
-        raise TilewrightError(f"{place}: {error.strerror}") from error
 
 
 def _keep_headers(checkpoint: Checkpoint, output: Path) -> None:
