@@ -10,7 +10,7 @@ from typing import Any, Literal
 from tilewright.kernels.formats import FORMATS
 from tilewright.kernels.tensors import Reject, TensorSpec
 
-from .architectures.base import KEPT, Architecture, Role
+from .architectures.base import KEPT, W_NAMES, Architecture, Role
 from .options import QuantizeOptions
 from .quant_config.w4afp8 import UNCALIBRATED_INPUT_SCALE
 from .rules import Pattern, first_match
@@ -22,7 +22,7 @@ from .steps import Part
 
 Action = Literal["quantize", "dequantize", "keep", "drop"]
 INVERTED = re.compile(r"\.experts\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.(\d+)(?=\.|$)")
-WNAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+W_INPUT_SCALES = tuple(f".{name}.input_scale" for name in W_NAMES.values())
 LOOSE = (  # tensors that are no matrix of a module, and why they keep their bytes
     (re.compile(r"\.bias$|_bias$"), "bias"),
     (re.compile(r"norm\w*\.weight$|layernorm|(?:^|\.)ln_\w+\.weight$"), "normalisation"),
@@ -49,6 +49,7 @@ class Decision:
         index: Expert of a stack, None for anything whole.
         parts: The output matrices.
         bias: A stacked bias that is cut up beside the weight.
+        carried: Companions of the weight that the output needs as they are.
     """
 
     role: Role
@@ -59,6 +60,7 @@ class Decision:
     index: int | None = None
     parts: tuple[Part, ...] = ()
     bias: str | None = None
+    carried: tuple[str, ...] = ()
 
     @property
     def quantized(self) -> tuple[Part, ...]:
@@ -147,7 +149,8 @@ class Decider:
         if self._dropped(names[0]):
             return Decision(role, "drop", "MTP layer, --mtp drop", names)
         part, reason = self._part(module, role, (0, n, 1), k, weight)
-        return Decision(role, _action((part,)), reason, names, weight, None, (part,))
+        carried = tuple(name for name in weight.companions if name.endswith(W_INPUT_SCALES) and self.form.input_scale)
+        return Decision(role, _action((part,)), reason, names, weight, None, (part,), carried=carried)
 
     def _dropped(self, name: str) -> bool:
         return name in self.mtp and self.options.mtp == "drop"
@@ -160,7 +163,8 @@ class Decider:
         scale = None
         if role == "expert" and target is not None and self.form.input_scale:
             stem, _, projection = module.rpartition(".")
-            scale = (f"{stem}.{WNAMES.get(projection, projection)}.input_scale", UNCALIBRATED_INPUT_SCALE)
+            name = f"{stem}.{W_NAMES.get(projection, projection)}.input_scale"
+            scale = None if name in weight.companions else (name, UNCALIBRATED_INPUT_SCALE)
         return Part(module, rows, target, scale), reason
 
     def _target(

@@ -65,7 +65,9 @@ class Emitter:
             outputs |= part.specs(step.k, self.specs[weight.tensors[0]].dtype)
         sources = tuple(Source(name, self._index(name, decision)) for name in weight.tensors)
         self._task(weight.tensors, sources, outputs, step, KINDS[decision.action], decision.reason)
-        for name in weight.companions:
+        for name in decision.carried:
+            self._copy(name, "static activation scale of the source")
+        for name in (name for name in weight.companions if name not in decision.carried):
             suffix = name.rpartition(".")[2]
             self.fates[name] = Fate("dropped", COMPANIONS.get(suffix, "belongs to the source's format"))
         if decision.bias:

@@ -40,6 +40,7 @@ ExpertsOrder = Literal["gate-up", "up-gate", "interleaved"]
 STACK = re.compile(
     r"^(?P<container>(?:.*\.)?experts)\.(?P<projection>gate_up_proj|w13|gate_proj|up_proj|down_proj|w1|w2|w3)$"
 )
+W_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # the other spelling of an expert's projections
 WRAPPER = re.compile(
     r"^(?:model\.language_model\.model|model\.language_model|language_model\.model|model\.text_model)\."
 )

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tilewright.kernels.tensors import Reject, TensorSpec
-from tilewright.packer.architectures.base import STACK
+from tilewright.packer.architectures.base import STACK, W_NAMES
 
 from . import int4, plain, scaled
 from .base import SUFFIXES, Group, SourceWeight
@@ -102,6 +102,9 @@ def _groups(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> dict[
             for spelled in (f"{module}.{suffix}", f"{module}_{suffix.removeprefix('weight_')}" if is_stack else ""):
                 if spelled in specs:
                     names[suffix] = spelled
+        stem, _, projection = module.rpartition(".")
+        if (spelled := f"{stem}.{W_NAMES.get(projection)}.input_scale") in specs:
+            names.setdefault("input_scale", spelled)
         group_specs = {suffix: specs[spelled] for suffix, spelled in names.items()}
         groups[name] = Group(module, name, group_specs, names, config)
     return groups
