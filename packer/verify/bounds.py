@@ -23,6 +23,7 @@ from tilewright.kernels.formats import WeightFormat
 MEAN_SQUARE = 1 / 3  # of an error spread evenly over [-1, 1]
 DEVIATION = (4 / 45) ** 0.5  # standard deviation of that square
 DEVIATIONS = 7.0
+SLACK = 1.1  # of the nearest rounding: scales that were rounded to bf16
 E4M3_HALF_STEP = 2.0**-4  # half a step of 3 mantissa bits, relative to the value
 E4M3_HALF_SUBNORMAL = 2.0**-10  # half of the smallest subnormal, in units of the scale
 BF16_HALF_STEP = 2.0**-9
@@ -78,6 +79,6 @@ def allowed_error(reference: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
     worst = (elements * inside).square().sum((1, 3)).sqrt()
     share = MEAN_SQUARE + DEVIATIONS * DEVIATION / inside.sum((1, 3)).sqrt()
     nearest = (_nearest(blocks, scales, fmt) - blocks).to(torch.float64).square().sum((1, 3)).sqrt()
-    allowed = torch.maximum(worst * share.clamp_max(1).sqrt(), nearest)
+    allowed = torch.maximum(worst * share.clamp_max(1).sqrt(), SLACK * nearest)
     rounding = 2.0**-22 * blocks.to(torch.float64).square().sum((1, 3)).sqrt()  # of code * scale in fp32
     return torch.where(blocks.abs().amax((1, 3)) == 0, torch.zeros_like(allowed), allowed + rounding)

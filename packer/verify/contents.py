@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -18,14 +18,19 @@ class Weight:
     Attributes:
         name: Its name in a plain checkpoint with one tensor per expert and projection.
         shape: Logical shape.
-        format: What its numbers mean, or None for a tensor that is stored as it is.
-        read: Reads it: a `QTensor` [N, K] if it has a format, else the tensor itself.
+        format: What its numbers mean, or None for a tensor that is stored as it is, or in an encoding of no format.
+        read: Reads it: a `QTensor` [N, K] if it has a format, the tensor itself if it is stored as it is, else the
+            values in fp32.
+        encoding: Name of the encoding of a quantized weight that fits no format, such as "per-tensor FP8".
+        sources: Stored tensors that it lies in, for messages and for giving mapped pages back.
     """
 
     name: str
     shape: tuple[int, ...]
     format: WeightFormat | None
     read: Callable[[], QTensor | torch.Tensor]
+    encoding: str = ""
+    sources: tuple[str, ...] = ()
 
     def values(self) -> torch.Tensor:
         """The numbers that it stands for, fp32."""
@@ -42,12 +47,14 @@ class Contents:
         weights: Name -> weight.
         dropped: Names that the directory leaves out on purpose, with the reason.
         aliases: Name -> the name of the weight that serves for it (a tied head).
+        forget: Gives back the memory of a weight that was read from a mapped file.
     """
 
     title: str
     weights: Mapping[str, Weight]
-    dropped: Mapping[str, str]
-    aliases: Mapping[str, str]
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    forget: Callable[[Weight], None] = lambda _: None
 
     def find(self, name: str) -> Weight | None:
         """The weight `name`, or the one that it is tied to."""

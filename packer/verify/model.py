@@ -7,46 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from .distributions import Agreement, AgreementSum
+from .distributions import AgreementSum
+from .results import LayerDrift, ModelResult
 from .stream import Call, StreamedModel
 
 BATCH_TOKENS = 8192  # tokens that pass a layer at once: bounds the memory of its intermediate results
-
-
-@dataclass(frozen=True)
-class LayerDrift:
-    """How far the hidden states have come apart after a decoder layer.
-
-    Attributes:
-        layer: Index of the layer.
-        relative: Frobenius norm of the difference over that of the reference.
-        cosine: Mean cosine between the two hidden states of a token.
-    """
-
-    layer: int
-    relative: float
-    cosine: float
-
-
-@dataclass(frozen=True)
-class ModelResult:
-    """Two models on the same text.
-
-    Attributes:
-        windows: Windows compared.
-        window: Tokens per window.
-        decode_steps: Last tokens of each window that are fed one at a time, with a key-value cache.
-        overall: Agreement over all tokens.
-        decode: Agreement over the decode steps alone, or None without any.
-        drift: One entry per decoder layer.
-    """
-
-    windows: int
-    window: int
-    decode_steps: int
-    overall: Agreement
-    decode: Agreement | None
-    drift: tuple[LayerDrift, ...]
 
 
 @dataclass

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from tilewright.kernels.formats import WeightFormat
+from tilewright.kernels.tensors import QTensor
 
 from .bounds import allowed_error, block_norms
+from .strays import stray_blocks
 
 
 @dataclass(frozen=True)
@@ -23,6 +25,7 @@ class WeightError:
         bound: Relative Frobenius error that the format allows.
         ratio: The error of the worst block of scales over what the format allows there; sound up to 1.
         block: Row and column of that block in the grid of scales.
+        strays: Row and column of blocks whose codes do not belong to their scale (see `strays`).
     """
 
     relative: float
@@ -30,6 +33,12 @@ class WeightError:
     bound: float
     ratio: float
     block: tuple[int, int]
+    strays: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def sound(self) -> bool:
+        """Whether every block is as good as the format allows."""
+        return self.ratio <= 1 and not self.strays
 
     @property
     def sqnr_db(self) -> float:
@@ -37,8 +46,22 @@ class WeightError:
         return math.inf if self.relative == 0 else -20 * math.log10(self.relative)
 
 
+def coded_error(reference: torch.Tensor, q: QTensor, *, exact: bool) -> WeightError:
+    """Compare a matrix in one of our formats with its source.
+
+    Args:
+        reference: Source values, fp32 [N, K].
+        q: The candidate.
+        exact: Both sides hold the same format, so nothing may be lost.
+    """
+    error = weight_error(reference, q.dequantize(), q.format, exact=exact)
+    if q.scales is None or error.relative == 0:
+        return error
+    return replace(error, strays=tuple((row, column) for row, column in stray_blocks(reference, q).nonzero().tolist()))
+
+
 def weight_error(reference: torch.Tensor, candidate: torch.Tensor, fmt: WeightFormat, *, exact: bool) -> WeightError:
-    """Compare two matrices.
+    """Compare the values of two matrices.
 
     Args:
         reference: Source values, fp32 [N, K].

@@ -9,10 +9,11 @@ from typing import Literal
 
 import torch
 
+from tilewright.kernels.formats import BF16
 from tilewright.kernels.tensors import QTensor
 
 from .contents import Contents, Weight
-from .weight_error import WeightError, weight_error
+from .weight_error import WeightError, coded_error, weight_error
 
 Status = Literal["ok", "equal", "dropped", "above the bound", "differs", "missing", "unexpected"]
 FAILED: tuple[Status, ...] = ("missing", "unexpected", "differs", "above the bound")
@@ -26,7 +27,7 @@ class TensorResult:
         name: The tensor.
         status: `ok` inside the bound, `equal` bit for bit, `dropped` left out on purpose, otherwise what is wrong.
         shape: Logical shape.
-        format: Format id in the candidate, or None for a tensor that is kept as it is.
+        format: Format id in the candidate, or the name of its encoding; None for a tensor that is kept as it is.
         error: Distance from the reference; None for kept tensors.
         note: What is wrong, or why it is left out.
     """
@@ -49,7 +50,8 @@ class TensorResult:
         if self.error is None:
             return (math.inf if self.failed else 0.0, 0.0)
         relative = self.error.relative
-        return (self.error.ratio, math.inf if math.isnan(relative) else relative)
+        strays = len(self.error.strays)
+        return (max(self.error.ratio, 1.0 + strays if strays else 0.0), math.inf if math.isnan(relative) else relative)
 
 
 def compare_weights(
@@ -69,6 +71,8 @@ def compare_weights(
         found = candidate.find(name)
         if found is not None:
             yield compare_weight(source, found, max_relative)
+            reference.forget(source)
+            candidate.forget(found)
         elif name in candidate.dropped:
             yield TensorResult(name, "dropped", source.shape, note=candidate.dropped[name]), None
         elif name not in reference.aliases:
@@ -85,16 +89,29 @@ def compare_weight(
     if source.shape != found.shape:
         note = f"shape {list(found.shape)}, the reference has {list(source.shape)}"
         return TensorResult(source.name, "differs", source.shape, note=note), None
+    if found.encoding:
+        return _compare_values(source, found, max_relative), None
     stored = found.read()
     if isinstance(stored, torch.Tensor):
         return _compare_kept(source, stored), None
     fmt = stored.format
     exact = source.format is not None and source.format.id == fmt.id
-    error = weight_error(source.values(), stored.dequantize(), fmt, exact=exact)
-    above = not error.relative <= max_relative if max_relative is not None else not error.ratio <= 1
+    error = coded_error(source.values(), stored, exact=exact)
+    above = not error.relative <= max_relative if max_relative is not None else not error.sound
     status: Status = "above the bound" if above else "equal" if error.relative == 0 else "ok"
     note = _explain(error, exact, max_relative) if above else ""
     return TensorResult(source.name, status, source.shape, fmt.id, error, note), stored
+
+
+def _compare_values(source: Weight, found: Weight, max_relative: float | None) -> TensorResult:
+    """A candidate whose encoding fits none of our formats: it has no bound of its own, only a given limit."""
+    error = weight_error(source.values(), found.values(), BF16, exact=False)
+    limit = 0.0 if max_relative is None else max_relative
+    above = not error.relative <= limit
+    status: Status = "above the bound" if above else "equal" if error.relative == 0 else "ok"
+    note = f"{found.encoding}: relative error {error.relative:.3g}"
+    note += "; no bound is known, give --max-weight-error" if max_relative is None else f", allowed {limit:.3g}"
+    return TensorResult(source.name, status, source.shape, found.encoding, error, note if above else "")
 
 
 def _compare_kept(source: Weight, stored: torch.Tensor) -> TensorResult:
@@ -118,5 +135,8 @@ def _explain(error: WeightError, exact: bool, max_relative: float | None) -> str
         return f"relative error {error.relative:.3g}, allowed {max_relative:.3g}"
     if exact:
         return f"relative error {error.relative:.3g} between equal formats, repacking loses nothing"
+    if error.ratio <= 1:
+        row, column = error.strays[0]
+        return f"codes do not belong to their scale in {len(error.strays)} blocks, the first is [{row}, {column}]"
     row, column = error.block
     return f"{error.ratio:.3g} times the error that the format allows in block [{row}, {column}] of scales"

@@ -11,9 +11,13 @@ from hypothesis import strategies as st
 
 from tilewright.kernels.formats import BF16, FORMATS, FP8, INT4_G32, INT4_G128, INT8, WeightFormat
 from tilewright.kernels.tensors import QTensor
+from tilewright.packer.solvers import SOLVERS
+from tilewright.packer.solvers.base import Solver
+from tilewright.packer.solvers.blocks import block_amax, expand, round_to_codes
+from tilewright.packer.solvers.gptq import ErrorFeedback
 from tilewright.packer.verify.bounds import allowed_error, block_norms
 from tilewright.packer.verify.contents import Contents, Weight
-from tilewright.packer.verify.weight_error import weight_error
+from tilewright.packer.verify.weight_error import coded_error
 from tilewright.packer.verify.weights import TensorResult, compare_weights
 
 SCALED = [fmt for fmt in FORMATS.values() if fmt.has_scales]
@@ -73,8 +77,8 @@ def test_nearest_rounding_is_sound(fmt: WeightFormat, n: int, k: int, seed: int,
         case "zeros":
             weight[: n // 2] = 0
     q = rtn(weight, fmt)
-    error = weight_error(weight, q.dequantize(), fmt, exact=False)
-    assert error.ratio <= 1, error
+    error = coded_error(weight, q, exact=False)
+    assert error.sound, error
     assert error.relative <= error.bound or error.relative == 0
     assert error.largest == pytest.approx(float((q.dequantize() - weight).abs().max()))
 
@@ -88,7 +92,7 @@ def test_other_sound_scales_pass(fmt: WeightFormat) -> None:
     assert q.scales is not None
     rounded = QTensor(fmt, q.codes, q.scales.bfloat16().float())
     for candidate in (q, rounded):
-        assert weight_error(weight, candidate.dequantize(), fmt, exact=False).ratio <= 1
+        assert coded_error(weight, candidate, exact=False).sound
 
 
 @pytest.mark.parametrize("fmt", SCALED, ids=lambda fmt: fmt.id)
@@ -115,6 +119,40 @@ def test_damage_is_seen_and_on_top(fmt: WeightFormat) -> None:
         assert [r.name for r in found if r.failed] == [victim], what
         assert found[0].name == victim, what
         assert "block" in found[0].note
+
+
+@pytest.mark.parametrize("fmt", SCALED, ids=lambda fmt: fmt.id)
+@pytest.mark.parametrize("solver", SOLVERS.values(), ids=lambda solver: solver.id)
+def test_what_our_solvers_choose_is_sound(fmt: WeightFormat, solver: Solver) -> None:
+    torch.manual_seed(9)
+    for weight in (torch.randn(128, 256), torch.randn(128, 256) / (torch.randn(128, 256).abs() + 0.1)):
+        for scale_dtype in (torch.float32, torch.bfloat16):
+            scales = solver.scales(weight, block_amax(weight, fmt), fmt, scale_dtype)
+            codes = round_to_codes(weight / expand(scales, fmt, *weight.shape), fmt)
+            q = QTensor(fmt, (codes + fmt.zero_point).to(fmt.code_dtype), scales)
+            assert coded_error(weight, q, exact=False).sound
+
+
+@pytest.mark.parametrize("fmt", SCALED, ids=lambda fmt: fmt.id)
+def test_a_scale_that_is_only_a_little_wrong_is_seen(fmt: WeightFormat) -> None:
+    """A tenth off: less than the error of int4 itself, but its codes do not belong to it."""
+    torch.manual_seed(3)
+    weight = torch.randn(512, 256)
+    q = rtn(weight, fmt)
+    assert q.scales is not None
+    scales = q.scales.clone()
+    scales[1, -1] *= 1.1
+    error = coded_error(weight, QTensor(fmt, q.codes, scales), exact=False)
+    assert not error.sound
+    assert error.strays == ((1, scales.shape[1] - 1),)
+
+
+def test_error_feedback_is_no_damage() -> None:
+    """Codes that make up for each other's errors break the rule of the nearest code everywhere, on purpose."""
+    torch.manual_seed(4)
+    weight, inputs = torch.randn(64, 256), torch.randn(600, 256)
+    q = ErrorFeedback(SOLVERS["mse"]).solve(weight, (inputs.T @ inputs).double(), INT4_G128, torch.float32)
+    assert coded_error(weight, q, exact=False).strays == ()
 
 
 def test_not_finite_fails() -> None:

@@ -1,0 +1,277 @@
+"""What a directory is: scheme, layouts, sizes, experts, and what is left in 16 bits and why. Headers only."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from tilewright.kernels.errors import CheckpointError
+from tilewright.kernels.module_spec import ModuleSpec
+from tilewright.kernels.safetensors_file import DTYPE_NAMES
+
+from .architectures import architecture_of, text_config
+from .architectures.base import KEPT, Role
+from .checkpoint import Checkpoint
+from .decisions import canonical
+from .model_config import announced_mtp, mtp_tensors
+from .packed_modules import packed_modules
+from .sources import quantization_config, take_inventory
+from .stacks import container_of
+
+ACTIVATION_SUFFIXES = (".input_scale", ".activation_scale", ".input_zero_point")  # of activations, not weights
+Kind = Literal["plain", "quantized", "packed"]
+ENCODINGS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
+METHODS = {"fp8": "block-fp8", "w8a8_int8": "int8", "w4afp8": "w4afp8"}  # quant_method -> the scheme that it spells
+
+
+@dataclass(frozen=True)
+class Item:
+    """One weight, packed module or loose tensor of a directory.
+
+    Attributes:
+        name: Module, or tensor for what is no matrix.
+        role: What it is in the model.
+        encoding: How its numbers are stored.
+        layout: Packed layout, empty if not packed.
+        parameters: Logical elements.
+        nbytes: Bytes on disk with scales, zero points and padding.
+        quantized: Whether it takes fewer than 16 bits.
+        reason: Why it is not quantized, empty if it is.
+    """
+
+    name: str
+    role: Role
+    encoding: str
+    layout: str
+    parameters: int
+    nbytes: int
+    quantized: bool
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Share:
+    """Items of a directory that are alike.
+
+    Attributes:
+        role: What they are.
+        encoding: How their numbers are stored.
+        layout: Packed layout, empty if not packed.
+        reason: Why they are not quantized, empty if they are.
+        items: How many there are.
+        parameters: Logical elements of all.
+        nbytes: Bytes of all.
+        examples: The first name.
+    """
+
+    role: Role
+    encoding: str
+    layout: str
+    reason: str
+    items: int
+    parameters: int
+    nbytes: int
+    examples: str
+
+    @property
+    def bits(self) -> float:
+        """Bits per logical element, scales and padding included."""
+        return 8 * self.nbytes / self.parameters if self.parameters else 0.0
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What a directory is.
+
+    Attributes:
+        path: The directory or file.
+        kind: Whether it is plain, quantized or packed.
+        scheme: Scheme, or quantization method for what others made; "none" if plain.
+        model: Facts about the model by name.
+        files: Number of safetensors files.
+        parameters: Logical elements of all tensors.
+        nbytes: Bytes of all tensors.
+        bits: Bits per parameter, everything included.
+        cut: Ranks of a packed directory that holds a share of a model.
+        made_by: Version of Tilewright that wrote it, empty if another tool did.
+        shares: What it holds, quantized things first, large before small.
+        items: Everything that it holds.
+        notes: What is worth telling.
+    """
+
+    path: str
+    kind: Kind
+    scheme: str
+    model: dict[str, Any]
+    files: int
+    parameters: int
+    nbytes: int
+    bits: float
+    cut: dict[str, Any]
+    made_by: str
+    shares: tuple[Share, ...]
+    items: tuple[Item, ...]
+    notes: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
+        document = asdict(self)
+        for share, fields in zip(self.shares, document["shares"], strict=True):
+            fields["bits"] = share.bits
+        return document
+
+
+def inspect(checkpoint: Checkpoint, path: str) -> Inspection:
+    """Describe an opened checkpoint.
+
+    Raises:
+        CheckpointError: It holds weights that cannot be read; lists them.
+    """
+    modules = packed_modules(checkpoint)
+    reasons = _reasons(checkpoint)
+    items = tuple(_packed_items(checkpoint, modules) if modules else _stored_items(checkpoint, reasons))
+    block = quantization_config(checkpoint.config)
+    kind: Kind = "packed" if modules else "quantized" if any(item.quantized for item in items) else "plain"
+    parameters, nbytes = sum(item.parameters for item in items), sum(item.nbytes for item in items)
+    metadata = next(iter(checkpoint.headers.values())).metadata if checkpoint.headers else {}
+    manifest = _read(checkpoint.root / "manifest.json")
+    return Inspection(
+        path=path,
+        kind=kind,
+        scheme=_scheme(block, metadata, manifest),
+        model=_model(checkpoint, items),
+        files=len(checkpoint.headers),
+        parameters=parameters,
+        nbytes=nbytes,
+        bits=8 * nbytes / parameters if parameters else 0.0,
+        cut=json.loads(metadata.get("tilewright.cut", "{}")),
+        made_by=str(manifest.get("tilewright", "")),
+        shares=_shares(items),
+        items=items,
+        notes=tuple(checkpoint.notes) + tuple(_notes(checkpoint)),
+    )
+
+
+def _packed_items(checkpoint: Checkpoint, modules: Mapping[str, ModuleSpec]) -> Iterator[Item]:
+    architecture = architecture_of(checkpoint.config)
+    owned = set()
+    for name, spec in modules.items():
+        tensors = {f"{name}.{suffix}": tensor for suffix, tensor in spec.tensors().items()}
+        owned |= set(tensors)
+        role: Role = "expert" if len(spec.shape) == 3 else architecture.role(name)
+        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        reason = "" if spec.format.has_scales else KEPT.get(role, "16 bits in its source")
+        yield Item(
+            name, role, spec.format.id, spec.layout.id, math.prod(spec.shape), nbytes, spec.format.has_scales, reason
+        )
+    reasons = _reasons(checkpoint)
+    for name in checkpoint.files:
+        if name not in owned:
+            yield _loose(checkpoint, name, reasons)
+
+
+def _stored_items(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> Iterator[Item]:
+    architecture = architecture_of(checkpoint.config)
+    inventory = take_inventory({name: checkpoint.spec(name) for name in checkpoint.files}, checkpoint.config)
+    if inventory.rejects:
+        raise CheckpointError(f"{checkpoint.root}: cannot be read:\n  " + "\n  ".join(map(str, inventory.rejects)))
+    for weight in inventory.weights:
+        module = canonical(weight.module)
+        role: Role = "expert" if len(weight.shape) == 3 and container_of(module) else architecture.role(module)
+        nbytes = sum(checkpoint.spec(name).nbytes for name in (*weight.tensors, *weight.companions))
+        reason = "" if weight.quantized else reasons.get(weight.tensors[0], KEPT.get(role, ""))
+        encoding = weight.keeps[0] if weight.quantized and weight.keeps else weight.encoding
+        yield Item(module, role, encoding, "", math.prod(weight.shape), nbytes, weight.quantized, reason)
+    for name in inventory.loose:
+        yield _loose(checkpoint, name, reasons)
+
+
+def _loose(checkpoint: Checkpoint, name: str, reasons: Mapping[str, str]) -> Item:
+    spec = checkpoint.spec(name)
+    role: Role = architecture_of(checkpoint.config).role(canonical(name).removesuffix(".weight"))
+    if name.endswith(ACTIVATION_SUFFIXES):
+        role, reasons = "small", {name: "scale of activations"}
+    encoding = ENCODINGS.get(spec.dtype, DTYPE_NAMES[spec.dtype].lower())
+    reason = reasons.get(name, KEPT.get(role, "no matrix"))
+    return Item(name, role, encoding, "", math.prod(spec.shape), spec.nbytes, False, reason)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON object that Tilewright wrote, empty if it is not there."""
+    try:
+        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{path}: cannot be read: {error}", hint="it was written by Tilewright; restore it"
+        ) from error
+    return value
+
+
+def _reasons(checkpoint: Checkpoint) -> dict[str, str]:
+    """Output tensor -> why it was copied, as the ledger says."""
+    tensors = _read(checkpoint.root / "ledger.json").get("tensors", {})
+    return {name: fate["reason"] for fate in tensors.values() if fate["fate"] == "copied" for name in fate["outputs"]}
+
+
+def _scheme(block: Mapping[str, Any], metadata: Mapping[str, str], manifest: Mapping[str, Any]) -> str:
+    options = manifest.get("options", {})
+    method = str(block.get("quant_method", "none"))
+    if "tilewright.scheme" in metadata:
+        return metadata["tilewright.scheme"]
+    if "scheme" in options:
+        return f"{options['scheme']} ({method})"
+    return f"{METHODS[method]} ({method})" if method in METHODS else method
+
+
+def _model(checkpoint: Checkpoint, items: tuple[Item, ...]) -> dict[str, Any]:
+    """Facts that config.json states, and how many experts the files really hold."""
+    config = text_config(checkpoint.config)
+    names = ("num_hidden_layers", "hidden_size", "num_experts_per_tok", "moe_intermediate_size", "vocab_size")
+    experts = [config[key] for key in ("n_routed_experts", "num_experts", "num_local_experts") if key in config]
+    mtp = mtp_tensors(checkpoint.files, checkpoint.config)
+    return {
+        "model_type": config.get("model_type"),
+        "architecture": architecture_of(checkpoint.config).id,
+        **{name: config.get(name) for name in names},
+        "experts": experts[0] if experts else 0,
+        "expert_matrices": sum(item.role == "expert" for item in items),
+        "mtp_layers": announced_mtp(checkpoint.config),
+        "mtp_tensors": len(mtp),
+        "tied_head": bool(config.get("tie_word_embeddings", checkpoint.config.get("tie_word_embeddings", False))),
+    }
+
+
+def _notes(checkpoint: Checkpoint) -> Iterator[str]:
+    announced = announced_mtp(checkpoint.config)
+    ledger = _read(checkpoint.root / "ledger.json")
+    yield from ledger.get("notes", [])
+    if announced and not ledger and not mtp_tensors(checkpoint.files, checkpoint.config):
+        yield f"config.json announces {announced} MTP layer{'s' * (announced > 1)}, the files hold none"
+
+
+def _shares(items: tuple[Item, ...]) -> tuple[Share, ...]:
+    groups: dict[tuple[bool, Role, str, str, str], list[Item]] = {}
+    for item in items:
+        groups.setdefault((not item.quantized, item.role, item.encoding, item.layout, item.reason), []).append(item)
+    shares = [
+        Share(
+            role,
+            encoding,
+            layout,
+            reason,
+            len(found),
+            sum(item.parameters for item in found),
+            sum(item.nbytes for item in found),
+            found[0].name,
+        )
+        for (_, role, encoding, layout, reason), found in groups.items()
+    ]
+    return tuple(sorted(shares, key=lambda share: (bool(share.reason), -share.nbytes)))

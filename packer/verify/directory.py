@@ -1,0 +1,193 @@
+"""Read a directory, plain, quantized or packed, as logical weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewright.kernels.errors import VerifyError
+from tilewright.kernels.formats import FORMATS
+from tilewright.kernels.module_spec import ModuleSpec
+from tilewright.kernels.tensors import QTensor
+
+from ..architectures import architecture_of, text_config
+from ..checkpoint import Checkpoint
+from ..decisions import canonical
+from ..packed_modules import packed_modules
+from ..plan import Source
+from ..sources import take_inventory
+from ..sources.base import Reader, SourceWeight
+from ..stacks import StackLayout, TransposedReader, container_of, decide, output_rows
+from .contents import Contents, Weight
+
+ACTIVATION_SUFFIXES = (".input_scale", ".activation_scale", ".input_zero_point")  # of activations, not weights
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def read_contents(checkpoint: Checkpoint) -> Contents:
+    """The logical weights of a checkpoint; nothing but headers is read yet.
+
+    Raises:
+        VerifyError: Something in it cannot be read as a weight; lists everything.
+    """
+    packed = packed_modules(checkpoint)
+    weights = _packed_weights(checkpoint, packed) if packed else _stored_weights(checkpoint)
+    tied = text_config(checkpoint.config).get("tie_word_embeddings", checkpoint.config.get("tie_word_embeddings"))
+    return Contents(
+        title=str(checkpoint.root),
+        weights={weight.name: weight for weight in weights},
+        dropped=_dropped(checkpoint.root),
+        aliases={HEAD: EMBEDDING} if tied else {},
+        forget=partial(_forget, checkpoint),
+    )
+
+
+def _forget(checkpoint: Checkpoint, weight: Weight) -> None:
+    for name in weight.sources:
+        checkpoint.forget(Source(name))
+
+
+def _dropped(root: Path) -> dict[str, str]:
+    try:
+        ledger: dict[str, Any] = json.loads((root / "ledger.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return {name: fate["reason"] for name, fate in ledger["tensors"].items() if fate["fate"] == "dropped"}
+
+
+def _plain(checkpoint: Checkpoint, name: str) -> Weight:
+    source = Source(name)
+    return Weight(name, checkpoint.spec(name).shape, None, partial(checkpoint.tensor, source), sources=(name,))
+
+
+def _stored_weights(checkpoint: Checkpoint) -> Iterator[Weight]:
+    """Weights of a plain or quantized checkpoint."""
+    inventory = take_inventory({name: checkpoint.spec(name) for name in checkpoint.files}, checkpoint.config)
+    if inventory.rejects:
+        raise VerifyError(f"{checkpoint.root}: cannot be read:\n  " + "\n  ".join(map(str, inventory.rejects)))
+    stacks: dict[str, list[SourceWeight]] = {}
+    for weight in inventory.weights:
+        container = container_of(weight.module) if len(weight.shape) == 3 else None
+        if container is None:
+            yield _matrix(checkpoint, weight)
+        else:
+            stacks.setdefault(container, []).append(weight)
+    for container, members in stacks.items():
+        yield from _stack(checkpoint, container, members)
+    for name in inventory.loose:
+        if not name.endswith(ACTIVATION_SUFFIXES):
+            yield _plain(checkpoint, name)
+
+
+def _matrix(checkpoint: Checkpoint, weight: SourceWeight) -> Weight:
+    if not weight.quantized:
+        plain = _plain(checkpoint, weight.tensors[0])
+        return Weight(f"{canonical(weight.module)}.weight", plain.shape, None, plain.read, sources=plain.sources)
+    tensors = [Source(name) for name in weight.tensors]
+    return _encoded(checkpoint, weight, f"{canonical(weight.module)}.weight", tensors, weight.reader, slice(None))
+
+
+def _stack(checkpoint: Checkpoint, container: str, members: list[SourceWeight]) -> Iterator[Weight]:
+    layout = decide(members, checkpoint.config, architecture_of(checkpoint.config), None, False)
+    if not isinstance(layout, StackLayout):
+        raise VerifyError(str(layout))
+    for weight in members:
+        e, *matrix = weight.shape
+        n = matrix[1] if layout.transposed else matrix[0]
+        reader: Reader = TransposedReader(weight.reader) if layout.transposed else weight.reader
+        for projection, (start, stop, step) in output_rows(weight.module, n, layout.order).items():
+            for expert in range(e):
+                tensors = [Source(name, expert) for name in weight.tensors]
+                name = f"{container}.{expert}.{projection}.weight"
+                yield _encoded(checkpoint, weight, name, tensors, reader, slice(start, stop, step))
+
+
+def _encoded(
+    checkpoint: Checkpoint, weight: SourceWeight, name: str, sources: list[Source], reader: Reader, rows: slice
+) -> Weight:
+    """A weight that `reader` decodes; `rows` are those of a stack that belong to it."""
+    n, k = weight.shape[-2:]
+    whole = rows == slice(None)
+    fmt = FORMATS[weight.keeps[0]] if whole and weight.keeps else None
+    if isinstance(reader, TransposedReader):
+        n, k = k, n
+    rows = slice(*rows.indices(n))
+
+    def read() -> QTensor | torch.Tensor:
+        tensors = [checkpoint.tensor(source) for source in sources]
+        codes = reader.codes(tensors, fmt) if fmt else None
+        if codes is not None:
+            return codes
+        if weight.quantized:
+            return reader.rows(tensors, rows)
+        return tensors[0].T[rows] if isinstance(reader, TransposedReader) else tensors[0][rows]
+
+    encoding = "" if fmt or not weight.quantized else weight.encoding
+    names = tuple(source.name for source in sources)
+    return Weight(name, (len(range(*rows.indices(n))), k), fmt, read, encoding, names)
+
+
+def _packed_weights(checkpoint: Checkpoint, modules: dict[str, ModuleSpec]) -> Iterator[Weight]:
+    """Weights of a packed checkpoint: modules taken apart into the matrices that they were made of."""
+    owned = set()
+    for module, spec in modules.items():
+        names = {suffix: f"{module}.{suffix}" for suffix in spec.tensors()}
+        if missing := [name for name in names.values() if name not in checkpoint.files]:
+            raise VerifyError(f"{checkpoint.root}: packed module `{module}` lacks `{missing[0]}`")
+        owned |= set(names.values())
+        yield from _packed_module(checkpoint, module, spec, names)
+    for name in checkpoint.files:
+        if name not in owned and not name.endswith(ACTIVATION_SUFFIXES):
+            yield _plain(checkpoint, name)
+
+
+def _packed_module(checkpoint: Checkpoint, module: str, spec: ModuleSpec, names: dict[str, str]) -> Iterator[Weight]:
+    experts = range(spec.shape[0]) if len(spec.shape) == 3 else (None,)
+    rows = spec.shape[-2] // spec.parts
+    for expert in experts:
+        for part, template in enumerate(spec.sources or (module,)):
+            source = template.format(None if expert is None else expert + spec.first_expert)
+            read = _part_of_module(checkpoint, spec, names, expert, part)
+            sources = tuple(names.values())
+            yield Weight(f"{source}.weight", (rows, spec.shape[-1]), spec.format, read, sources=sources)
+            if spec.bias_dtype is not None:
+                whole = checkpoint.tensor(Source(names["bias"]))
+                bias = (whole if expert is None else whole[expert])[part * rows : (part + 1) * rows]
+                yield Weight(
+                    f"{source}.bias", (rows,), None, partial(bias.to, spec.bias_dtype), sources=(names["bias"],)
+                )
+
+
+def _part_of_module(
+    checkpoint: Checkpoint, spec: ModuleSpec, names: dict[str, str], expert: int | None, part: int
+) -> Callable[[], QTensor]:
+    def read() -> QTensor:
+        tensors = {suffix: checkpoint.tensor(Source(name)) for suffix, name in names.items() if suffix != "bias"}
+        shape = spec.shape
+        if expert is not None:
+            tensors = {suffix: tensor[expert : expert + 1] for suffix, tensor in tensors.items()}
+            shape = (1, *shape[1:])
+        whole = spec.layout.unpack(tensors, spec.format, shape, spec.parts)
+        return _rows_of(whole if expert is None else _only(whole), spec.parts, part)
+
+    return read
+
+
+def _only(q: QTensor) -> QTensor:
+    """The one expert of a stack of one."""
+    scales = None if q.scales is None else q.scales[0]
+    return QTensor(q.format, q.codes[0], scales, None if q.zeros is None else q.zeros[0], q.parts)
+
+
+def _rows_of(q: QTensor, parts: int, part: int) -> QTensor:
+    """One of the equal parts of the rows, with its own grid of scales."""
+    if parts == 1:
+        return q
+    pick = [None if t is None else t.chunk(parts)[part] for t in (q.codes, q.scales, q.zeros)]
+    assert pick[0] is not None
+    return QTensor(q.format, pick[0], pick[1], pick[2])

@@ -1,0 +1,56 @@
+"""Counts of codes and scales, added up over the tensors of a format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from tilewright.kernels.formats import WeightFormat
+from tilewright.kernels.tensors import QTensor
+
+EXPONENTS = 300  # of fp32 scales, 2^-150 to 2^149
+
+
+@dataclass
+class Histogram:
+    """What the codes and scales of one format look like.
+
+    Attributes:
+        codes: int64 [256], tensors' codes by their byte.
+        scales: int64 [EXPONENTS], scales by floor(log2(scale)) + EXPONENTS / 2.
+    """
+
+    codes: torch.Tensor = field(default_factory=lambda: torch.zeros(256, dtype=torch.int64))
+    scales: torch.Tensor = field(default_factory=lambda: torch.zeros(EXPONENTS, dtype=torch.int64))
+
+    def add(self, q: QTensor) -> None:
+        """Count one tensor."""
+        self.codes += torch.bincount(q.codes.contiguous().view(torch.uint8).flatten(), minlength=256)
+        if q.scales is not None:
+            exponents = q.scales.clamp_min(2.0**-149).log2().floor().nan_to_num(0, 0, 0).to(torch.int64)
+            self.scales += torch.bincount(exponents.flatten() + EXPONENTS // 2, minlength=EXPONENTS)
+
+    def to_json(self, fmt: WeightFormat) -> dict[str, object]:
+        """Bars with labels: codes by value (8-bit integers by eights, e4m3 by exponent), scales by power of two."""
+        labels, counts = _code_bars(self.codes, fmt)
+        used = self.scales.nonzero().flatten()
+        first, last = (int(used[0]), int(used[-1])) if len(used) else (0, -1)
+        return {
+            "codes": {"labels": labels, "counts": counts},
+            "scales": {
+                "labels": [f"2^{exponent - EXPONENTS // 2}" for exponent in range(first, last + 1)],
+                "counts": self.scales[first : last + 1].tolist(),
+            },
+        }
+
+
+def _code_bars(codes: torch.Tensor, fmt: WeightFormat) -> tuple[list[str], list[int]]:
+    if fmt.bits == 4:
+        return [str(code - fmt.zero_point) for code in range(16)], codes[:16].tolist()
+    if fmt.code_dtype == torch.float8_e4m3fn:
+        exponents = codes.reshape(2, 16, 8).sum(-1)  # sign, exponent, mantissa
+        names = ["< 2^-6", *(f"2^{exponent}" for exponent in range(-6, 9))]
+        return [f"-{name}" for name in reversed(names)] + names, exponents[1].flip(0).tolist() + exponents[0].tolist()
+    ascending = torch.cat((codes[128:], codes[:128])).reshape(32, 8).sum(-1)
+    return [str(8 * bar - 128) for bar in range(32)], ascending.tolist()

@@ -1,0 +1,24 @@
+"""The report: one HTML file that holds its JSON and draws everything from it, without any outside resource."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+TEMPLATE = Path(__file__).with_name("report.html")
+PLACE = "/*DATA*/"
+
+
+def render(document: dict[str, Any]) -> str:
+    """The page for a `Verification.to_json` document."""
+    text = json.dumps(document, allow_nan=False, ensure_ascii=False)
+    # inside <script> only `<` can end the element or open a comment
+    return TEMPLATE.read_text(encoding="utf-8").replace(PLACE, text.replace("<", "\\u003c"), 1)
+
+
+def write_report(document: dict[str, Any], path: Path) -> None:
+    """Write the page under `path`, complete or not at all."""
+    draft = path.with_name(f".{path.name}.part")
+    draft.write_text(render(document), encoding="utf-8")
+    draft.replace(path)

@@ -1,0 +1,53 @@
+"""Blocks whose codes do not belong to their scale, found as the odd ones out.
+
+A bound on the error cannot see a wrong scale that is close to the right one: two swapped rows of int4 scales that
+differ by 5% add less error than the rounding itself. But they leave a mark: where codes were rounded to the nearest,
+every source value lies within half a step of its code, and under a wrong scale some do not. So in a tensor most of
+whose blocks keep that rule, a block that breaks it was damaged. Where most blocks break it, the codes were chosen on
+purpose otherwise (error feedback), and the rule says nothing.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tilewright.kernels.tensors import QTensor
+
+from .bounds import E4M3_HALF_STEP, E4M3_HALF_SUBNORMAL, block_view
+
+ARITHMETIC = 2.0**-8  # of a code: scales and quotients in bf16, as some tools compute them
+FEWEST = 2  # elements out of line that make a block a stray: one may be a tie that was broken otherwise
+SHARE = 0.01
+
+
+def stray_blocks(reference: torch.Tensor, q: QTensor) -> torch.Tensor:
+    """Which blocks of scales break the rule that the others keep: bool [scale rows, scale columns].
+
+    Args:
+        reference: Source values, fp32 [N, K].
+        q: The candidate, with scales.
+    """
+    assert q.scales is not None
+    codes = _signed(q)
+    blocks = block_view(codes, q.format)
+    steps = block_view(reference, q.format) / q.scales[:, None, :, None]
+    if q.format.code_dtype == torch.float8_e4m3fn:
+        half = (steps.abs() * E4M3_HALF_STEP).clamp_min(E4M3_HALF_SUBNORMAL)
+    else:
+        half = torch.full_like(steps, 0.5)
+    outside = (steps - blocks).abs() > half + blocks.abs() * ARITHMETIC
+    outside &= ~((blocks.abs() >= q.format.qmax) & (steps.abs() >= blocks.abs()) & (steps.sign() == blocks.sign()))
+    counts = outside.sum((1, 3))
+    used = (blocks != 0).any(3).any(1)
+    if counts[used].eq(0).sum() * 2 <= used.sum():
+        return torch.zeros_like(used)
+    sizes = block_view(torch.ones_like(codes), q.format).sum((1, 3))
+    return counts >= (sizes * SHARE).clamp_min(FEWEST)
+
+
+def _signed(q: QTensor) -> torch.Tensor:
+    """Codes less their zero points, fp32 [N, K]."""
+    codes = q.codes.to(torch.float32)
+    if q.zeros is None:
+        return codes - q.format.zero_point
+    return codes - q.zeros.to(torch.float32).repeat_interleave(q.format.block_k, -1)[:, : codes.shape[1]]

@@ -1,0 +1,142 @@
+"""Everything that a verification found, whether it passes, and its JSON form."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+from tilewright import __version__
+from tilewright.kernels.formats import FORMATS
+
+from .histograms import Histogram
+from .results import LayerResult, ModelResult
+from .weights import TensorResult
+
+Level = Literal["weights", "layers", "model"]
+LEVELS: tuple[Level, ...] = ("weights", "layers", "model")
+NAME = re.compile(r"^(?P<head>.*?)(?:layers|blocks|h)\.(?P<layer>\d+)\.(?P<module>.*?)(?:\.weight)?$")
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """What passes.
+
+    Attributes:
+        weight_error: Largest relative Frobenius error of a tensor; None means the bound of its format.
+        layer_error: Largest relative error of a packed layer's output.
+        kl: Largest mean KL divergence of a model, in nats per token.
+    """
+
+    weight_error: float | None = None
+    layer_error: float = 1e-2
+    kl: float = 0.02
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The outcome of one run of `verify-accuracy`.
+
+    Attributes:
+        reference: What it was compared with.
+        candidate: What was verified.
+        level: How far it went.
+        thresholds: What passes.
+        tensors: Every tensor, worst first.
+        histograms: Codes and scales by format id.
+        layers: Every packed layer, worst first; None below level `layers`.
+        model: Whole-model numbers; None below level `model`.
+        notes: Things worth telling.
+    """
+
+    reference: str
+    candidate: str
+    level: Level
+    thresholds: Thresholds
+    tensors: Sequence[TensorResult]
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)
+    layers: Sequence[LayerResult] | None = None
+    model: ModelResult | None = None
+    notes: Sequence[str] = ()
+
+    def failures(self) -> list[str]:
+        """One line for each thing below its threshold, worst first; empty if the candidate passes."""
+        lines = [f"{result.name}: {result.status}: {result.note}" for result in self.tensors if result.failed]
+        limit = self.thresholds.layer_error
+        bad = [layer for layer in self.layers or () if not layer.relative <= limit]
+        lines += [f"{layer.name}: kernel output is off by {layer.relative:.3g}, allowed {limit:.3g}" for layer in bad]
+        if self.model and not self.model.overall.kl <= self.thresholds.kl:
+            lines.append(f"model: KL divergence {self.model.overall.kl:.3g}, allowed {self.thresholds.kl:.3g}")
+        return lines
+
+    def to_json(self) -> dict[str, Any]:
+        """All of it as JSON values; what is not finite is null."""
+        failures = self.failures()
+        document = {
+            "tool": f"tilewright {__version__}",
+            "verdict": "fail" if failures else "pass",
+            "failures": failures,
+            "notes": list(self.notes),
+            "reference": self.reference,
+            "candidate": self.candidate,
+            "level": self.level,
+            "thresholds": asdict(self.thresholds),
+            "weights": {
+                "tensors": [_tensor(result) for result in self.tensors],
+                "formats": summarize(self.tensors),
+                "histograms": {name: found.to_json(FORMATS[name]) for name, found in self.histograms.items()},
+            },
+            "layers": None if self.layers is None else [asdict(layer) for layer in self.layers],
+            "model": asdict(self.model) if self.model else None,
+        }
+        finite: dict[str, Any] = _finite(document)
+        return finite
+
+
+def summarize(tensors: Sequence[TensorResult]) -> dict[str, dict[str, Any]]:
+    """For each format: how many tensors, the root mean square of their relative errors, the worst of each figure."""
+    summary: dict[str, dict[str, Any]] = {}
+    for name in dict.fromkeys(result.format for result in tensors if result.format):
+        found = [result for result in tensors if result.format == name and result.error]
+        errors = [result.error for result in found if result.error]
+        summary[str(name)] = {
+            "tensors": len(found),
+            "weights": sum(math.prod(result.shape) for result in found),
+            "relative_error": math.sqrt(sum(error.relative**2 for error in errors) / max(len(errors), 1)),
+            "worst_relative_error": max((error.relative for error in errors), default=0.0),
+            "worst_ratio": max((error.ratio for error in errors), default=0.0),
+        }
+    return summary
+
+
+def _tensor(result: TensorResult) -> dict[str, Any]:
+    place = NAME.match(result.name)
+    module = place["head"] + place["module"] if place else result.name.removesuffix(".weight")
+    error = result.error
+    return {
+        "name": result.name,
+        "layer": int(place["layer"]) if place else None,
+        "module": re.sub(r"\bexperts\.\d+\.", "experts.*.", module).removeprefix("model."),
+        "shape": list(result.shape),
+        "format": result.format,
+        "status": result.status,
+        "relative_error": error.relative if error else None,
+        "bound": error.bound if error else None,
+        "ratio": error.ratio if error else None,
+        "strays": len(error.strays) if error else 0,
+        "max_error": error.largest if error else None,
+        "sqnr_db": error.sqnr_db if error else None,
+        "note": result.note,
+    }
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
