@@ -1,0 +1,204 @@
+"""The operator `tilewright::w4a8_grouped_mm`: int4 weights of many experts by FP8 activations sorted by expert.
+
+Nothing here reads device memory on the host: the kernel finds its tiles from `offsets` itself, so the operator can be
+captured in a CUDA graph. After the first call of a shape, a call launches the compiled kernel directly and reuses
+tensor map descriptors by address, which keeps the host's share small.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from typing import Any
+
+import torch
+
+from ..errors import LayoutError
+from . import reference, support
+
+with contextlib.suppress(ImportError):  # CPU builds of torch come without Triton
+    import triton
+
+    from . import triton_kernel
+with contextlib.suppress(ImportError, AttributeError):  # other releases have another interface
+    from . import gluon_kernel
+
+FP8 = torch.float8_e4m3fn
+LIBRARY = torch.library.Library("tilewright", "FRAGMENT")
+LIBRARY.define(
+    "w4a8_grouped_mm(Tensor x, Tensor tiles, Tensor scales, Tensor offsets, Tensor a_scale, int group=128) -> Tensor"
+)
+
+
+def w4a8_grouped_mm(
+    x: torch.Tensor,
+    tiles: torch.Tensor,
+    scales: torch.Tensor,
+    offsets: torch.Tensor,
+    a_scale: torch.Tensor,
+    group: int = 128,
+) -> torch.Tensor:
+    """Out[m] = a_scale[m] * (x[m] @ w[e].T) for `offsets[e] <= m < offsets[e + 1]`.
+
+    Each group's products are summed in fp32 and multiplied by the group's scale in fp32. On a CPU the reference runs.
+
+    Args:
+        x: float8_e4m3fn [M, K] activations, rows sorted by expert; K a multiple of `group`.
+        tiles: uint8 [E, N/64, T, 64, 64] weights of layout `gpu-hopper-w4`, T = ceil(K / 128).
+        scales: bf16 [E, 128T/group, N] weight scales of that layout.
+        offsets: int32 [E + 1] first row of each expert, and the end of the last.
+        a_scale: fp32 [1], or [M] for a scale per row.
+        group: Columns that share a weight scale: 128, 64 or 32, as the file says.
+
+    Returns:
+        bf16 [M, N]; rows from `offsets[E]` on are unspecified.
+
+    Raises:
+        LayoutError: An operand does not have the dtype or shape above.
+        KernelUnavailableError: No kernel runs on this device.
+    """
+    return torch.ops.tilewright.w4a8_grouped_mm(x, tiles, scales, offsets, a_scale, group)  # type: ignore[no-any-return]
+
+
+def check(
+    x: torch.Tensor, tiles: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor, a_scale: torch.Tensor, group: int
+) -> None:
+    """Refuse operands that do not fit together; by dtype and shape alone."""
+    m, k = x.shape
+    experts, blocks, depth = tiles.shape[:3]
+    if group not in {128, 64, 32}:
+        raise LayoutError(f"w4a8_grouped_mm: group {group} is not 128, 64 or 32")
+    if k % group:
+        raise LayoutError(f"w4a8_grouped_mm: K = {k} is not a multiple of the group, {group}")
+    wanted = {
+        "x": (x, FP8, (m, k)),
+        "tiles": (tiles, torch.uint8, (experts, blocks, -(-k // 128), 64, 64)),
+        "scales": (scales, torch.bfloat16, (experts, depth * (128 // group), blocks * 64)),
+        "offsets": (offsets, torch.int32, (experts + 1,)),
+        "a_scale": (a_scale, torch.float32, (1,) if a_scale.shape == (1,) else (m,)),
+    }
+    for name, (tensor, dtype, shape) in wanted.items():
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+            got = f"{tensor.dtype} {list(tensor.shape)}"
+            raise LayoutError(f"w4a8_grouped_mm: `{name}` is {got}, not contiguous {dtype} {list(shape)}")
+
+
+def _meta(
+    x: torch.Tensor,
+    tiles: torch.Tensor,
+    scales: torch.Tensor,
+    offsets: torch.Tensor,
+    a_scale: torch.Tensor,
+    group: int = 128,
+) -> torch.Tensor:
+    check(x, tiles, scales, offsets, a_scale, group)
+    return x.new_empty(x.shape[0], tiles.shape[1] * 64, dtype=torch.bfloat16)
+
+
+def _cpu(
+    x: torch.Tensor,
+    tiles: torch.Tensor,
+    scales: torch.Tensor,
+    offsets: torch.Tensor,
+    a_scale: torch.Tensor,
+    group: int = 128,
+) -> torch.Tensor:
+    check(x, tiles, scales, offsets, a_scale, group)
+    return reference.grouped_mm(x, tiles, scales, offsets, a_scale, group).to(torch.bfloat16)
+
+
+def _cuda(
+    x: torch.Tensor,
+    tiles: torch.Tensor,
+    scales: torch.Tensor,
+    offsets: torch.Tensor,
+    a_scale: torch.Tensor,
+    group: int = 128,
+) -> torch.Tensor:
+    out = _meta(x, tiles, scales, offsets, a_scale, group)
+    if not x.shape[0]:
+        return out
+    if support.gluon_on(x.device) and group == 128:
+        _run_gluon(x, tiles, scales, offsets, a_scale, out)
+    else:
+        _run_triton(x, tiles, scales, offsets, a_scale, out, group)
+    return out
+
+
+LIBRARY.impl("w4a8_grouped_mm", _cuda, "CUDA")
+LIBRARY.impl("w4a8_grouped_mm", _cpu, "CPU")
+torch.library.register_fake("tilewright::w4a8_grouped_mm", _meta, lib=LIBRARY)
+
+
+def _run_triton(
+    x: torch.Tensor,
+    tiles: torch.Tensor,
+    scales: torch.Tensor,
+    offsets: torch.Tensor,
+    a_scale: torch.Tensor,
+    out: torch.Tensor,
+    group: int,
+) -> None:
+    (m, k), n, experts = x.shape, out.shape[1], tiles.shape[0]
+    launch = support.triton_launch_for(m, experts)
+    grid = (triton.cdiv(m, launch.block_m) + min(experts, m), triton.cdiv(n, launch.block_n))
+    with torch.cuda.device(x.device):
+        triton_kernel.w4a8_grouped[grid](
+            x,
+            tiles.view(torch.int8),
+            scales,
+            a_scale,
+            out,
+            offsets,
+            experts,
+            N=n,
+            K=k,
+            GROUP=group,
+            EXPERTS=triton.next_power_of_2(experts),
+            BLOCK_N=launch.block_n,
+            BLOCK_M=launch.block_m,
+            PER_TOKEN=a_scale.numel() > 1,
+            num_stages=launch.stages,
+            num_warps=launch.warps,
+        )
+
+
+@functools.lru_cache(maxsize=4096)
+def _activation_descriptors(address: int, rows: int, columns: int) -> tuple[Any, Any]:
+    return gluon_kernel.activation_descriptors(address, rows, columns)
+
+
+@functools.lru_cache(maxsize=65536)
+def _weight_descriptor(address: int, rows: int) -> Any:
+    return gluon_kernel.weight_descriptor(address, rows)
+
+
+@functools.cache
+def _compile(device: int, n: int, groups: int, per_token: bool) -> tuple[Any, int, tuple[Any, ...]]:
+    """The kernel for one shape, the number of programs that fill the device, and the compile-time arguments."""
+    launch = support.launch_for(groups)
+    constants = (n, groups, per_token, launch.stages, launch.unroll, launch.registers)
+    with torch.cuda.device(device):
+        kernel = gluon_kernel.compile_grouped(constants)
+    return kernel, torch.cuda.get_device_properties(device).multi_processor_count, constants
+
+
+def _run_gluon(
+    x: torch.Tensor,
+    tiles: torch.Tensor,
+    scales: torch.Tensor,
+    offsets: torch.Tensor,
+    a_scale: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    (m, k), n, experts, device = x.shape, out.shape[1], tiles.shape[0], x.device.index
+    addresses = x.data_ptr(), tiles.data_ptr(), scales.data_ptr()
+    if any(address % 16 for address in addresses):
+        raise LayoutError("w4a8_grouped_mm: x, tiles and scales must start at multiples of 16 bytes")
+    kernel, programs, constants = _compile(device, n, -(-k // 128), a_scale.numel() > 1)
+    x16, x32 = _activation_descriptors(addresses[0], m, k)
+    w = _weight_descriptor(addresses[1], tiles.numel() // 64)
+    most_tiles = (-(-m // 128) + min(experts, m)) * -(-n // 256)
+    pointers = addresses[2], a_scale.data_ptr(), out.data_ptr(), offsets.data_ptr()
+    with torch.cuda.device(device):
+        gluon_kernel.launch(kernel, min(programs, most_tiles), device, (x16, x32, w, *pointers, experts, *constants))

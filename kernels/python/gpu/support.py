@@ -1,0 +1,104 @@
+"""Which kernel this machine can run, and one clear line where it is not the fast one.
+
+The Gluon kernel leans on an experimental interface, so it runs on the releases of Triton it was tested with; every
+other release gets the plain Triton kernel, which computes the same. Tuned sizes are data.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import warnings
+from dataclasses import dataclass
+
+import torch
+
+from ..errors import KernelUnavailableError
+
+TESTED_TRITON = ("3.6.0",)
+HOPPER = (9, 0)
+FP8_SINCE = (8, 9)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Sizes of the Gluon kernel.
+
+    Attributes:
+        stages: Depth of the ring that the producer fills.
+        unroll: Groups between two points where no product is in flight; must divide the number of groups.
+        registers: Registers of a consumer thread.
+    """
+
+    stages: int = 6
+    unroll: int = 2
+    registers: int = 240
+
+
+@dataclass(frozen=True)
+class TritonLaunch:
+    """Sizes of the plain Triton kernel, for tiles of `block_n` weight rows by `block_m` activation rows."""
+
+    block_n: int
+    block_m: int
+    stages: int
+    warps: int
+
+
+# Rows per expert, on average, up to which a line holds.
+TUNED_TRITON: tuple[tuple[float, TritonLaunch], ...] = (
+    (24, TritonLaunch(64, 16, 4, 4)),
+    (96, TritonLaunch(128, 64, 4, 8)),
+    (float("inf"), TritonLaunch(128, 128, 4, 8)),
+)
+
+
+def launch_for(groups: int) -> Launch:
+    """Sizes for a weight of `groups` groups of 128 columns."""
+    return Launch(unroll=2 if groups % 2 == 0 else 1)
+
+
+def triton_launch_for(rows: int, experts: int) -> TritonLaunch:
+    """Sizes for `rows` activation rows over `experts` experts."""
+    return next(launch for limit, launch in TUNED_TRITON if rows / experts <= limit)
+
+
+@functools.cache
+def triton_version() -> str | None:
+    """The installed release of Triton, or None."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def use_gluon(capability: tuple[int, int], version: str | None) -> bool:
+    """Whether the Gluon kernel runs on such a machine; otherwise plain Triton does, and one line says why.
+
+    Raises:
+        KernelUnavailableError: Neither kernel can run.
+    """
+    if version is None:
+        raise KernelUnavailableError(
+            "w4a8_grouped_mm: Triton is not installed", hint="install a CUDA build of torch, which brings it"
+        )
+    if capability < FP8_SINCE:
+        raise KernelUnavailableError(
+            f"w4a8_grouped_mm: this GPU has compute capability {capability[0]}.{capability[1]}, FP8 products need 8.9",
+            hint="pack with `pack-for-cpu`, or use a GPU of the Ada or Hopper generation or later",
+        )
+    if capability == HOPPER and version in TESTED_TRITON:
+        return True
+    reason = (
+        f"Triton {version} was not tested with the Hopper kernel ({', '.join(TESTED_TRITON)} was)"
+        if capability == HOPPER
+        else f"compute capability {capability[0]}.{capability[1]} is not 9.0"
+    )
+    warnings.warn(f"w4a8_grouped_mm runs its plain Triton kernel, which is slower: {reason}", stacklevel=2)
+    return False
+
+
+def gluon_on(device: torch.device) -> bool:
+    """Whether the Gluon kernel runs on `device`; see `use_gluon`."""
+    return use_gluon(torch.cuda.get_device_capability(device), triton_version())

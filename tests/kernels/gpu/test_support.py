@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import warnings
+
+import pytest
+
+from tilewright.kernels.errors import KernelUnavailableError
+from tilewright.kernels.gpu import support
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    support.use_gluon.cache_clear()
+
+
+def test_tested_release_on_hopper_is_quiet_and_fast() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert support.use_gluon((9, 0), support.TESTED_TRITON[0])
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "words"),
+    [
+        ((9, 0), "99.0.0", "Triton 99.0.0 was not tested"),
+        ((8, 9), "3.6.0", "8.9 is not 9.0"),
+        ((10, 0), "3.6.0", "10.0"),
+    ],
+)
+def test_slower_way_says_why_once(capability: tuple[int, int], version: str, words: str) -> None:
+    with pytest.warns(UserWarning, match=words):
+        assert not support.use_gluon(capability, version)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not support.use_gluon(capability, version)
+
+
+@pytest.mark.parametrize(
+    ("capability", "version", "words"), [((8, 0), "3.6.0", "8.0"), ((9, 0), None, "not installed")]
+)
+def test_refusals_name_the_way_out(capability: tuple[int, int], version: str | None, words: str) -> None:
+    with pytest.raises(KernelUnavailableError, match=words) as caught:
+        support.use_gluon(capability, version)
+    assert caught.value.hint
+
+
+@pytest.mark.parametrize("groups", [1, 5, 16, 56])
+def test_unroll_divides_the_groups(groups: int) -> None:
+    assert groups % support.launch_for(groups).unroll == 0
+
+
+def test_every_load_has_sizes() -> None:
+    launches = [support.triton_launch_for(rows, 32) for rows in (1, 32, 256, 2048, 16384)]
+    assert launches[0].block_m == 16
+    assert launches[-1].block_m == 128
