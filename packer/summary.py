@@ -89,10 +89,11 @@ class Summary:
 
     def line(self) -> str:
         """The figures that matter when all is done."""
-        made = sum(group.count for group in self.groups if group.fate == "quantized")
+        changed = [group for group in self.groups if group.fate in {"quantized", "packed"}]
+        made = sum(group.count for group in changed)
         return (
-            f"{made} tensors quantized, {_size(self.bytes_before)} -> {_size(self.bytes_after)}, "
-            f"{self.bits_per_weight:.2f} bits per weight"
+            f"{made} tensors {changed[0].fate if changed else 'changed'}, "
+            f"{_size(self.bytes_before)} -> {_size(self.bytes_after)}, {self.bits_per_weight:.2f} bits per weight"
         )
 
     def table(self) -> str:

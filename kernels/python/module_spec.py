@@ -1,7 +1,8 @@
-"""What a packed file says about one of its modules: enough to run it, and to turn it back into its source."""
+"""What a packed file says about itself and its modules: enough to run them, and to turn them back into their source."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,43 @@ from .layouts import LAYOUTS
 from .layouts.base import Layout
 from .safetensors_file import DTYPE_NAMES, DTYPES
 from .tensors import TensorSpec
+
+PACKED_VERSION = "1"
+QUANT_METHOD = "tilewright"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which share of a model lies in a directory.
+
+    Attributes:
+        tp: Rank and number of ranks that every matrix is cut for.
+        ep: Rank and number of ranks that the experts are dealt to.
+    """
+
+    tp: tuple[int, int] = (0, 1)
+    ep: tuple[int, int] = (0, 1)
+
+    def to_json(self) -> str:
+        """The value of `tilewright.cut`."""
+        return json.dumps({"tp": list(self.tp), "ep": list(self.ep)})
+
+    @staticmethod
+    def from_json(text: str) -> Cut:
+        """The inverse of `to_json`."""
+        fields = json.loads(text)
+        (tp_rank, tp_size), (ep_rank, ep_size) = fields["tp"], fields["ep"]
+        return Cut((int(tp_rank), int(tp_size)), (int(ep_rank), int(ep_size)))
+
+    @property
+    def ranks(self) -> int:
+        """How many directories make the whole model."""
+        return max(self.tp[1], self.ep[1])
+
+    @property
+    def rank(self) -> int:
+        """Which of them this is."""
+        return self.tp[0] if self.tp[1] > 1 else self.ep[0]
 
 
 @dataclass(frozen=True)

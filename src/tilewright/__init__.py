@@ -1,3 +1,22 @@
 """Tilewright: quantize and pack Hugging Face checkpoints offline, and run the packed layers as they lie on disk."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .kernels.hf import load_model
+    from .kernels.packed import load_packed
+
+__all__ = ["__version__", "load_model", "load_packed"]
 __version__ = "0.1.0"
+
+# Loaded when they are first asked for: the second needs transformers, and neither is needed to convert a checkpoint.
+_LAZY = {"load_packed": ".kernels.packed", "load_model": ".kernels.hf"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LAZY[name], __name__), name)

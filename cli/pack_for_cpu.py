@@ -1,0 +1,51 @@
+"""`pack-for-cpu`: put the weights of a checkpoint into the byte order of the CPU kernels, or back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from .options import debug_option, json_option, output_argument, run_options, source_argument
+from .plans import carry_out
+
+LAYOUTS = (
+    "cpu-vnni-bf16",
+    "cpu-vnni-int8",
+    "cpu-vnni-fp8",
+    "cpu-vnni-int4",
+)  # as the registry has them; a test compares
+
+
+@click.command("pack-for-cpu")
+@source_argument
+@output_argument
+@click.option("--layout", type=click.Choice(LAYOUTS), help="Layout to prefer for the weights that it can hold.")
+@click.option(
+    "--unpack", is_flag=True, help="SOURCE is a packed directory; write the checkpoint that it was made from."
+)
+@run_options
+@click.option("--dry-run", is_flag=True, help="Print what would be done, and stop.")
+@json_option
+@debug_option
+def pack_for_cpu(
+    source: str, output: Path, layout: str | None, unpack: bool, dry_run: bool, as_json: bool, **running: Any
+) -> None:
+    """Pack the checkpoint SOURCE (16-bit or quantized) for CPUs and write it to OUTPUT.
+
+    Quantized weights keep their codes; 16-bit matrices are packed in bf16.
+    """
+    from tilewright.packer.checkpoint import open_checkpoint
+    from tilewright.packer.gate import Options
+    from tilewright.packer.journal import kept_headers
+    from tilewright.packer.pack import plan_pack
+    from tilewright.packer.pack_target import CpuTarget
+    from tilewright.packer.unpack import plan_unpack
+
+    if unpack and layout:
+        raise click.UsageError("--layout says how to pack, --unpack does the opposite")
+    options = Options(**running)
+    checkpoint = open_checkpoint(source, consumed=kept_headers(output) if options.resume else None)
+    plan = plan_unpack(checkpoint) if unpack else plan_pack(checkpoint, CpuTarget(layout))
+    carry_out({output: plan}, checkpoint, options, dry_run=dry_run, as_json=as_json)

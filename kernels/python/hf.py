@@ -1,0 +1,144 @@
+"""Run a whole transformers model from a packed directory (extra `hf`)."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from .errors import CheckpointError, TilewrightError
+from .modules import PackedExperts, PackedLinear, PackedStack
+from .packed import PackedCheckpoint, load_packed
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+# Tensors that checkpoints carry and transformers computes or does not use.
+UNUSED = re.compile(r"\.(?:input_scale|input_zero_point|activation_scale|rotary_emb\.inv_freq)$|^mtp\.")
+
+
+def load_model(
+    path: str | Path, rank: int | None = None, device: str = "cpu", verify_checksums: bool = False
+) -> nn.Module:
+    """The transformers model of a packed directory, its Linears and experts run by the bundled kernels.
+
+    The model is built without weights; packed modules take the place of its Linears and experts, and what is left
+    (norms, embeddings, routers) is filled with views of the same mapped files. Nothing is initialised, converted or
+    copied.
+
+    Args:
+        path: The packed directory.
+        rank: Which share of a model that was cut for several ranks; None for an uncut one.
+        device: Where to run.
+        verify_checksums: Compare every file with its checksum first.
+
+    Returns:
+        A `PreTrainedModel` in evaluation mode with `generate`.
+
+    Raises:
+        CheckpointError: The directory cannot be run, or its tensors are not those of the model; lists all of them.
+    """
+    packed = load_packed(path, rank, device, verify_checksums)
+    config = AutoConfig.from_pretrained(packed.root)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config)
+    used = _replace_modules(model, packed, config)
+    missing = _fill(model, packed, used)
+    unused = [name for name in [*packed.specs, *packed.plain] if name not in used and not _ignored(name, config)]
+    if missing or unused:
+        lines = [f"`{name}` is not in the files" for name in missing]
+        lines += [f"`{name}` has no place in {type(model).__name__}" for name in unused]
+        raise CheckpointError(f"{packed.root}: does not fit the model:\n  " + "\n  ".join(lines))
+    if (packed.root / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(packed.root)
+    model.eval()
+    return model  # type: ignore[no-any-return]
+
+
+def _ignored(name: str, config: Any) -> bool:
+    """Whether transformers has no module for it on purpose: MTP layers, activation scales, buffers it computes."""
+    layer = LAYER.search(name)
+    layers = config.get_text_config().num_hidden_layers
+    return bool(UNUSED.search(name)) or bool(layer and int(layer[1]) >= layers)
+
+
+def _replace_modules(model: nn.Module, packed: PackedCheckpoint, config: Any) -> set[str]:
+    """Put packed modules in the places of what they replace; returns the names of those that found one."""
+    used = set()
+    for name in packed:
+        if _ignored(name, config):
+            continue
+        stack, _, kind = name.rpartition(".")
+        is_stack = kind in {"w13", "w2"} and len(packed.specs[name].shape) == 3
+        place = stack if is_stack else name
+        try:
+            old = model.get_submodule(place)
+        except AttributeError:
+            continue
+        used.add(name)
+        if kind == "w13" and is_stack:
+            model.set_submodule(place, _experts(stack, packed, config))
+        elif not is_stack:
+            _check_linear(name, old, packed)
+            model.set_submodule(place, packed[name])
+    return used
+
+
+def _experts(stack: str, packed: PackedCheckpoint, config: Any) -> PackedExperts:
+    w13, w2 = packed[f"{stack}.w13"], packed[f"{stack}.w2"]
+    if not isinstance(w13, PackedStack) or not isinstance(w2, PackedStack):
+        raise CheckpointError(f"{packed.root}: `{stack}`: w13 and w2 are not both stacks of experts")
+    text = config.get_text_config()
+    activation = str(getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", ""))
+    return PackedExperts(stack, w13, w2, ACTIVATIONS.get(activation, activation))
+
+
+def _check_linear(name: str, old: nn.Module, packed: PackedCheckpoint) -> None:
+    new = packed[name]
+    if not isinstance(old, nn.Linear) or not isinstance(new, PackedLinear):
+        raise CheckpointError(f"{packed.root}: `{name}` is a packed Linear, in the model it is {type(old).__name__}")
+    shapes = (old.out_features, old.in_features), (new.out_features, new.in_features)
+    if shapes[0] != shapes[1]:
+        raise CheckpointError(f"{packed.root}: `{name}` is {list(shapes[1])}, the model needs {list(shapes[0])}")
+
+
+def _fill(model: nn.Module, packed: PackedCheckpoint, used: set[str]) -> list[str]:
+    """Give every tensor that is still on the meta device its value; returns the names of those that have none."""
+    missing = []
+    for path, module in list(model.named_modules()):
+        prefix = f"{path}." if path else ""
+        tensors = {**module._parameters, **module._buffers}
+        for key, tensor in tensors.items():
+            if tensor is None or tensor.device.type != "meta":
+                continue
+            name = f"{prefix}{key}"
+            if name in packed.plain:
+                _set(module, key, packed.tensor(name), tensor, f"{packed.root}: `{name}`")
+                used.add(name)
+            elif key in module._non_persistent_buffers_set and hasattr(module, "config"):
+                _compute_buffers(module)
+            else:
+                missing.append(name)
+    return missing
+
+
+def _set(module: nn.Module, key: str, value: torch.Tensor, old: torch.Tensor, subject: str) -> None:
+    if value.shape != old.shape:
+        raise CheckpointError(f"{subject} is {list(value.shape)}, the model needs {list(old.shape)}")
+    if key in module._parameters:
+        module._parameters[key] = nn.Parameter(value, requires_grad=False)
+    else:
+        module._buffers[key] = value
+
+
+def _compute_buffers(module: nn.Module) -> None:
+    """Compute what a module computes when it is made (rotary frequencies), which making it on meta left out."""
+    twin = type(module)(module.config)
+    if any(tensor.device.type == "meta" for tensor in twin.buffers()) or list(twin.parameters()):
+        raise TilewrightError(f"{type(module).__name__}: its buffers cannot be computed on their own")
+    module._buffers.update(twin._buffers)

@@ -1,0 +1,216 @@
+"""The packed directory: opened by its headers, checked as a whole, run from the mapped files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+
+from .errors import CheckpointError, TilewrightError
+from .module_spec import PACKED_VERSION, Cut, ModuleSpec
+from .modules import PackedWeight, build_module, find_kernel
+from .safetensors_file import Header, MappedFile, read_header
+from .tensors import TensorSpec
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+MANIFEST_FILE = "manifest.json"
+RUN_HINT = "make the directory again with `pack-for-cpu` or `pack-for-gpu`"
+
+
+class PackedCheckpoint(Mapping[str, PackedWeight]):
+    """An opened packed directory: its modules by name, made when they are asked for.
+
+    Attributes:
+        root: The directory.
+        config: Its config.json.
+        scheme: Scheme id, or `none` for plain 16-bit weights.
+        cut: Which share of the model this is.
+        specs: Packed modules by name.
+        plain: All other tensors by name: source name, dtype and shape.
+        device: Where the tensors are put; "cpu" means that they stay views of the mapped files.
+    """
+
+    def __init__(self, root: Path, headers: list[Header], device: str) -> None:
+        self.root = root
+        self.config: dict[str, Any] = _read_json(root / "config.json")
+        self.device = device
+        first = headers[0].metadata
+        self.scheme = first.get("tilewright.scheme", "none")
+        self.cut = Cut.from_json(first["tilewright.cut"])
+        self._files = {name: header for header in headers for name in header.entries}
+        self.specs = _read_specs(headers)
+        owned = {f"{name}.{suffix}" for name, spec in self.specs.items() for suffix in spec.tensors()}
+        self.plain: dict[str, TensorSpec] = {
+            name: header.entries[name].spec for name, header in self._files.items() if name not in owned
+        }
+        self._maps: dict[Path, MappedFile] = {}
+        self._modules: dict[str, PackedWeight] = {}
+
+    def __getitem__(self, name: str) -> PackedWeight:
+        if name not in self._modules:
+            spec = self.specs[name]
+            tensors = {suffix: self.tensor(f"{name}.{suffix}") for suffix in spec.tensors()}
+            self._modules[name] = build_module(name, spec, tensors)
+        return self._modules[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.specs)
+
+    def __len__(self) -> int:
+        return len(self.specs)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.specs
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The tensor `name`: on a CPU a view of the mapped file."""
+        if name not in self._files:
+            raise CheckpointError(f"{self.root}: there is no tensor `{name}`")
+        header = self._files[name]
+        if header.path not in self._maps:
+            self._maps[header.path] = MappedFile(header)
+        tensor = self._maps[header.path].tensor(name)
+        return tensor if self.device == "cpu" else tensor.to(self.device)
+
+    def problems(self) -> list[str]:
+        """Everything that keeps this directory from being run here."""
+        found = []
+        for name, spec in self.specs.items():
+            try:
+                find_kernel(name, spec, torch.device(self.device).type)
+            except TilewrightError as error:
+                found.append(error.message)
+            for suffix, expected in spec.tensors().items():
+                full = f"{name}.{suffix}"
+                entry = self._files[full].entries[full] if full in self._files else None
+                if entry is None:
+                    found.append(f"`{full}` is missing")
+                elif entry.spec != expected:
+                    found.append(
+                        f"`{full}` is {entry.spec.dtype} {list(entry.spec.shape)}, layout `{spec.layout.id}` demands "
+                        f"{expected.dtype} {list(expected.shape)}"
+                    )
+        return found
+
+
+def load_packed(
+    path: str | Path, rank: int | None = None, device: str = "cpu", verify_checksums: bool = False
+) -> PackedCheckpoint:
+    """Open a packed directory; only headers are read, and no weight is copied on a CPU.
+
+    Args:
+        path: The directory that `pack-for-cpu` or `pack-for-gpu` wrote.
+        rank: Which share of a model that was cut for several ranks; None for an uncut one.
+        device: Where to run; "cpu" keeps the weights in the mapped files.
+        verify_checksums: Also compare every file with the checksum in the manifest, which reads all of it.
+
+    Raises:
+        CheckpointError: The directory is not a complete packed one, or not for this rank or device; one message lists
+            everything that is wrong.
+    """
+    root = _find_rank(Path(path), rank)
+    manifest = root / MANIFEST_FILE
+    if not manifest.is_file():
+        raise CheckpointError(f"{root}: no {MANIFEST_FILE}, so this is no finished packed directory", hint=RUN_HINT)
+    headers = _read_headers(root)
+    _check_files(root, _read_json(manifest), headers, verify_checksums)
+    packed = PackedCheckpoint(root, headers, device)
+    if rank is not None and packed.cut.rank != rank:
+        raise CheckpointError(f"{root}: holds rank {packed.cut.rank} of {packed.cut.ranks}, not rank {rank}")
+    if problems := packed.problems():
+        raise CheckpointError(f"{root}: cannot be run:\n  " + "\n  ".join(problems), hint=RUN_HINT)
+    return packed
+
+
+def rank_directory(rank: int, ranks: int) -> str:
+    """Name of the directory of one rank below the output directory."""
+    return f"rank-{rank}-of-{ranks}"
+
+
+def _find_rank(path: Path, rank: int | None) -> Path:
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such directory")
+    cuts = sorted(path.glob("rank-*-of-*/"))
+    if not cuts:
+        return path
+    found = [cut for cut in cuts if rank is not None and cut.name.startswith(f"rank-{rank}-of-")]
+    if len(found) != 1:
+        names = ", ".join(cut.name for cut in cuts)
+        raise CheckpointError(f"{path}: rank {rank} is not there, there are {names}", hint="pass rank=0 and so on")
+    return found[0]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}", hint=RUN_HINT) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: is not a JSON object", hint=RUN_HINT)
+    return value
+
+
+def _read_headers(root: Path) -> list[Header]:
+    """Headers of all shards, each with the metadata of this specification."""
+    names = [SINGLE_FILE]
+    if (root / INDEX_FILE).is_file():
+        names = sorted(set(_read_json(root / INDEX_FILE).get("weight_map", {}).values()))
+    for name in names:
+        if PurePosixPath(name).name != name:
+            raise CheckpointError(f"{root / INDEX_FILE}: names `{name}`, which is no plain file name")
+    if missing := [name for name in names if not (root / name).is_file()]:
+        raise CheckpointError(f"{root}: missing shards: {', '.join(missing)}", hint=RUN_HINT)
+    headers = [read_header(root / name) for name in names]
+    for header in headers:
+        version = header.metadata.get("tilewright.packed")
+        if version is None:
+            reason = "not a packed file: its header has no `tilewright.packed`"
+            raise CheckpointError(f"{header.path}: {reason}", hint=RUN_HINT)
+        if version != PACKED_VERSION:
+            reason = f"packed by version {version} of the format, this release reads {PACKED_VERSION}"
+            raise CheckpointError(f"{header.path}: {reason}", hint=RUN_HINT)
+    if len({header.metadata.get("tilewright.cut") for header in headers}) > 1:
+        raise CheckpointError(f"{root}: its shards belong to different cuts (`tilewright.cut`)", hint=RUN_HINT)
+    return headers
+
+
+def _read_specs(headers: list[Header]) -> dict[str, ModuleSpec]:
+    specs: dict[str, ModuleSpec] = {}
+    problems = []
+    for header in headers:
+        for name, fields in json.loads(header.metadata.get("tilewright.modules", "{}")).items():
+            try:
+                specs[name] = ModuleSpec.from_json(name, fields)
+            except TilewrightError as error:
+                problems.append(str(error))
+    if problems:
+        raise CheckpointError(f"{headers[0].path.parent}: cannot be run:\n  " + "\n  ".join(problems), hint=RUN_HINT)
+    return specs
+
+
+def _check_files(root: Path, manifest: dict[str, Any], headers: list[Header], checksums: bool) -> None:
+    """Compare every shard with the manifest: its size, and if asked for its checksum."""
+    files = manifest.get("files", {})
+    problems = []
+    for header in headers:
+        name = header.path.name
+        stated = files.get(name)
+        size = header.path.stat().st_size
+        if stated is None:
+            problems.append(f"{name} is not in {MANIFEST_FILE}")
+        elif stated["size"] != size:
+            problems.append(f"{name} has {size} bytes, {MANIFEST_FILE} says {stated['size']}")
+        elif checksums and (actual := _sha256(header.path)) != stated["sha256"]:
+            problems.append(f"{name} has SHA-256 {actual}, {MANIFEST_FILE} says {stated['sha256']}")
+    if problems:
+        raise CheckpointError(f"{root}: damaged:\n  " + "\n  ".join(problems), hint=RUN_HINT)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

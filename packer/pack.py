@@ -1,0 +1,270 @@
+"""Plan the packing of a checkpoint: quantized codes keep their values and change their places."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from tilewright import __version__
+from tilewright.kernels.formats import BF16, FORMATS, WeightFormat
+from tilewright.kernels.layouts import LAYOUTS
+from tilewright.kernels.layouts.base import Layout
+from tilewright.kernels.module_spec import PACKED_VERSION, QUANT_METHOD, Cut, ModuleSpec
+from tilewright.kernels.tensors import Reject, TensorSpec
+
+from .architectures import architecture_of, text_config
+from .architectures.base import KEPT, Role
+from .checkpoint import Checkpoint
+from .pack_groups import EXPERT, Group, group_experts
+from .pack_steps import PackedPart, PackStep
+from .pack_target import PACKED_PREFIXES, Target
+from .plan import Copy, Fate, Piece, Plan, Source, Task
+from .quantize import source_specs
+from .sources import quantization_config, take_inventory
+from .sources.base import SourceWeight
+
+PACKED_ROLES: tuple[Role, ...] = ("linear", "expert", "head", "shared-gate", "mtp-projection")
+ROUTER = "router: its scores are computed from the plain weight, in the precision that the model asks for"
+HEAD = "lm_head"
+QUANTIZE_HINT = "convert it with `quantize-model` first, which reads it"
+
+
+def plan_pack(checkpoint: Checkpoint, target: Target) -> Plan:
+    """Decide from headers alone what becomes of every tensor of a 16-bit or quantized checkpoint.
+
+    Args:
+        checkpoint: The source.
+        target: What to pack for.
+
+    Returns:
+        The plan; its `rejects` say why the source cannot be packed, if it cannot.
+    """
+    if is_packed(checkpoint):
+        hint = "`pack-for-cpu --unpack` turns it back into the checkpoint that it was made from"
+        return Plan({}, (), {}, {}, rejects=(Reject(str(checkpoint.root), "is packed already", hint),))
+    planner = _Planner(checkpoint, target)
+    planner.decide()
+    return planner.plan()
+
+
+def is_packed(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is a packed directory."""
+    return any("tilewright.packed" in header.metadata for header in checkpoint.headers.values())
+
+
+def source_layout(weight: SourceWeight, fmt: WeightFormat, specs: Mapping[str, TensorSpec]) -> Layout | None:
+    """The checkpoint layout that has tensors of the same names and shapes as `specs`.
+
+    Dtypes may differ (float16 weights, scales in bf16): unpacking then gives the layout's own.
+    """
+    shapes = {suffix: spec.shape for suffix, spec in specs.items()}
+    for layout in LAYOUTS.values():
+        if layout.id.startswith(PACKED_PREFIXES) or layout.accepts(fmt, weight.shape):
+            continue
+        wanted = {suffix: spec.shape for suffix, spec in layout.specs(fmt, weight.shape).items()}
+        if wanted == {suffix: shape for suffix, shape in shapes.items() if suffix in wanted}:
+            return layout
+    return None
+
+
+def scheme_of(formats: Mapping[Role, set[str]]) -> str:
+    """Id of the scheme that gives these quantized formats to the roles; several joined by `+` if it is none of ours."""
+    experts = formats.get("expert", set())
+    found = set().union(*formats.values())
+    if not found:
+        return "none"
+    if experts == {"int4-g128"} and found - experts <= {"fp8"} and formats.get("linear", set()) <= {"fp8"}:
+        return "w4afp8"
+    names = {"fp8": "block-fp8", "int8": "int8"}
+    return "+".join(sorted({names.get(fmt, "int4") for fmt in found}))
+
+
+@dataclass
+class _Planner:
+    checkpoint: Checkpoint
+    target: Target
+    tensors: dict[str, TensorSpec] = field(default_factory=dict)
+    tasks: list[Task] = field(default_factory=list)
+    fates: dict[str, Fate] = field(default_factory=dict)
+    modules: dict[str, ModuleSpec] = field(default_factory=dict)
+    rejects: list[Reject] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    formats: dict[Role, set[str]] = field(default_factory=dict)  # quantized formats found for each role
+
+    def decide(self) -> None:
+        """Walk through the weights in source order, then through all that is left."""
+        source = self.checkpoint
+        architecture = architecture_of(source.config)
+        inventory = take_inventory(source_specs(source), source.config)
+        self.rejects += inventory.rejects
+        stacks: dict[str, list[SourceWeight]] = {}
+        for weight in inventory.weights:
+            if match := EXPERT.match(weight.module):
+                stacks.setdefault(match["stack"], []).append(weight)
+        for weight in inventory.weights:
+            role = architecture.role(weight.module)
+            if match := EXPERT.match(weight.module):
+                if members := stacks.pop(match["stack"], []):
+                    self._pack_experts(match["stack"], members)
+            elif len(weight.shape) > 2 and role in PACKED_ROLES:
+                reason = f"experts stacked in one tensor {list(weight.shape)} are not packed"
+                self.rejects.append(Reject(weight.module, reason, QUANTIZE_HINT))
+            elif weight.quantized or role in PACKED_ROLES:
+                self._pack([Group(weight.module, ((weight,),))], role)
+            else:
+                self._copy(weight.tensors, ROUTER if role == "router" else KEPT.get(role, role))
+        embeddings = [weight for weight in inventory.weights if architecture.role(weight.module) == "embedding"]
+        self._pack_tied_head(embeddings)
+        self._copy((name for name in source.files if name not in self.fates), "no weight of a Linear")
+
+    def plan(self) -> Plan:
+        """The plan of what was decided."""
+        config = dict(self.checkpoint.config)
+        block = quantization_config(config)
+        scheme = scheme_of(self.formats)
+        config["quantization_config"] = {
+            "quant_method": QUANT_METHOD,
+            "packed": PACKED_VERSION,
+            "target": self.target.id,
+            "scheme": scheme,
+            "source": dict(block) or None,
+        }
+        return Plan(
+            self.tensors,
+            tuple(self.tasks),
+            self.fates,
+            config,
+            {name: spec.to_json() for name, spec in self.modules.items()},
+            {
+                "tilewright.packed": PACKED_VERSION,
+                "tilewright.tool": __version__,
+                "tilewright.scheme": scheme,
+                "tilewright.cut": Cut().to_json(),
+            },
+            {"job": "pack", "target": repr(self.target)},
+            rejects=tuple(self.rejects),
+            notes=tuple(self.notes),
+        )
+
+    def _pack_experts(self, stack: str, weights: list[SourceWeight]) -> None:
+        groups = group_experts(stack, weights)
+        if isinstance(groups, Reject):
+            self.rejects.append(groups)
+        else:
+            self._pack(groups, "expert")
+
+    def _pack_tied_head(self, embeddings: list[SourceWeight]) -> None:
+        """Where the head shares the embedding's matrix: pack it once for the head, keep it for the embedding."""
+        config = self.checkpoint.config
+        if f"{HEAD}.weight" in self.checkpoint.files or "ForCausalLM" not in str(config.get("architectures")):
+            return
+        if text_config(config).get("tie_word_embeddings", config.get("tie_word_embeddings")) is False:
+            hint = "set tie_word_embeddings in config.json if the head is the embedding"
+            self.rejects.append(Reject(HEAD, "is absent, and config.json says that it is not tied", hint))
+        elif len(embeddings) == 1:
+            name = embeddings[0].tensors[0]
+            self._pack([Group(HEAD, ((embeddings[0],),))], "head")
+            outputs = (name, *(output for output in self.tensors if output.startswith(f"{HEAD}.")))
+            self.fates[name] = Fate("copied", "embedding; packed a second time as the tied head", outputs)
+            twice = f"{self.checkpoint.spec(name).nbytes / 1e6:.1f} MB are stored twice"
+            self.notes.append(f"{HEAD}: tied, but rows are looked up in the plain matrix, so {twice}")
+
+    def _format(self, weight: SourceWeight) -> WeightFormat | Reject | None:
+        """The format in which a weight's codes are packed; None if it stays as it is."""
+        if weight.keeps:
+            return FORMATS[weight.keeps[0]]
+        if weight.quantized:
+            return Reject(weight.module, f"no packed layout holds {weight.encoding}", QUANTIZE_HINT)
+        return BF16 if self.checkpoint.spec(weight.tensors[0]).dtype == torch.float16 else None
+
+    def _pack(self, groups: list[Group], role: Role) -> None:
+        """Give groups of equally many experts of one encoding their modules, tensors and tasks, or say why not."""
+        weights = [weight for group in groups for expert in group.experts for weight in expert]
+        fmt = self._format(weights[0])
+        if isinstance(fmt, Reject):
+            self.rejects.append(fmt)
+            return
+        layouts: list[Layout] = []
+        for group in groups:
+            layout = self.target.layout(role, fmt, group.shape, group.parts) if fmt else None
+            if isinstance(layout, Reject):
+                self.rejects.append(replace(layout, name=group.name))
+            elif layout:
+                layouts.append(layout)
+        if not fmt or not layouts:
+            reason = f"{weights[0].encoding} stays as it is"
+            self._copy((name for weight in weights for name in weight.tensors), reason)
+        if not fmt or len(layouts) != len(groups):
+            return
+        for group, layout in zip(groups, layouts, strict=True):
+            self._add_module(group, layout, fmt)
+        for number in range(len(groups[0].experts)):
+            self._add_task(groups, layouts, fmt, number)
+        if fmt.has_scales:
+            self.formats.setdefault(role, set()).add(fmt.id)
+        elif self.checkpoint.spec(weights[0].tensors[0]).dtype == torch.float16:
+            self.notes.append(f"{weights[0].module}: float16 is rounded to bf16, which the kernels read")
+
+    def _tensors(self, weight: SourceWeight) -> dict[str, TensorSpec]:
+        """Suffix -> specification of all tensors under the weight's module path but its bias."""
+        names = (*weight.tensors, *weight.companions)
+        return {name.removeprefix(f"{weight.module}."): self.checkpoint.spec(name) for name in names}
+
+    def _bias(self, weight: SourceWeight) -> str | None:
+        name = f"{weight.module}.bias"
+        return name if name in self.checkpoint.files else None
+
+    def _add_module(self, group: Group, layout: Layout, fmt: WeightFormat) -> None:
+        """Describe a packed module and its tensors, and what becomes of the tensors that it is made of."""
+        weights = [weight for expert in group.experts for weight in expert]
+        first = weights[0]
+        stored = source_layout(first, fmt, self._tensors(first))
+        biases = [self._bias(weight) for weight in weights]
+        if any(biases) and not all(biases):
+            self.rejects.append(Reject(group.name, "some of its parts have a bias and others have none"))
+        spec = ModuleSpec(
+            layout,
+            fmt,
+            group.shape,
+            group.parts,
+            () if group.name == HEAD != first.module else group.templates,
+            stored.id if stored else "",
+            self.checkpoint.spec(biases[0]).dtype if biases[0] else None,
+        )
+        self.modules[group.name] = spec
+        outputs = {f"{group.name}.{suffix}": tensor for suffix, tensor in spec.tensors().items()}
+        self.tensors.update(outputs)
+        held = stored.specs(fmt, first.shape) if stored else {}
+        fate = Fate("packed", f"{fmt.id} codes in layout {layout.id}", tuple(outputs))
+        for weight, bias in zip(weights, biases, strict=True):
+            companions = (name for name in weight.companions if name.rpartition(".")[2] in held)
+            self.fates.update(dict.fromkeys((*weight.tensors, *companions), fate))
+            if bias:
+                self.fates[bias] = Fate("packed", "bias in fp32", (f"{group.name}.bias",))
+
+    def _add_task(self, groups: list[Group], layouts: list[Layout], fmt: WeightFormat, number: int) -> None:
+        """The task of one expert, or of a Linear."""
+        sources: list[Source] = []
+        pieces: list[Piece] = []
+        parts = []
+        for group, layout in zip(groups, layouts, strict=True):
+            weights = group.experts[number]
+            for weight in weights:
+                bias = self._bias(weight)
+                sources += [Source(name) for name in (*weight.tensors, *([bias] if bias else []))]
+            counts = tuple(len(weight.tensors) for weight in weights)
+            has_bias = self.modules[group.name].bias_dtype is not None
+            parts.append(PackedPart(group.name, layout, fmt, tuple(w.reader for w in weights), counts, has_bias))
+            one = replace(self.modules[group.name], shape=group.matrix)
+            for suffix, piece in one.tensors().items():
+                pieces.append(Piece(f"{group.name}.{suffix}", piece, number * piece.nbytes))
+        self.tasks.append(Task(tuple(sources), tuple(pieces), PackStep(tuple(parts))))
+
+    def _copy(self, names: Iterable[str], reason: str) -> None:
+        for name in names:
+            spec = self.checkpoint.spec(name)
+            self.tensors[name] = spec
+            self.tasks.append(Task((Source(name),), (Piece(name, spec),), Copy()))
+            self.fates[name] = Fate("copied", reason, (name,))

@@ -1,0 +1,155 @@
+"""Whole models run from packed directories: as good as the source, equal to a float simulation, complete or refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+import tilewright
+from tilewright.kernels.errors import CheckpointError
+from tilewright.kernels.modules import PackedExperts, PackedLinear, PackedStack, PackedWeight
+from tilewright.kernels.reference import quantize_rows
+from tilewright.kernels.safetensors_file import read_header
+
+ROOT = Path(__file__).parents[2]
+TINY = ("tiny-qwen3-moe", "tiny-deepseek-v3")
+MAX_KL = {"none": 5e-4, "int8": 5e-3, "block-fp8": 5e-3, "w4afp8": 5e-3, "int4": 2e-2}
+Call = Callable[..., Path]
+
+
+@pytest.fixture(autouse=True)
+def _quiet() -> Iterator[None]:
+    logging.disable_progress_bar()
+    yield
+    logging.enable_progress_bar()
+
+
+@cache
+def windows(count: int = 8, length: int = 128) -> torch.Tensor:
+    """Evenly spaced windows of the unseen text; a byte is a token."""
+    text = (ROOT / "examples/models/heldout.txt").read_bytes()
+    starts = [number * (len(text) - length) // (count - 1) for number in range(count)]
+    return torch.tensor([list(text[start : start + length]) for start in starts])
+
+
+def log_probabilities(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(tokens).logits
+    return logits.float().log_softmax(-1)
+
+
+@cache
+def source_probabilities(model: str) -> torch.Tensor:
+    source = AutoModelForCausalLM.from_pretrained(ROOT / "examples/models" / model, dtype=torch.bfloat16)
+    return log_probabilities(source.eval(), windows())
+
+
+def divergence(p: torch.Tensor, q: torch.Tensor) -> tuple[float, float]:
+    """KL(p, q) and how often the likeliest token is the same."""
+    return float((p.exp() * (p - q)).sum(-1).mean()), float((p.argmax(-1) == q.argmax(-1)).float().mean())
+
+
+@pytest.mark.parametrize("scheme", MAX_KL)
+@pytest.mark.parametrize("model", TINY)
+def test_close_to_the_source(model: str, scheme: str, packed: Call) -> None:
+    directory = packed(model, scheme)
+    before = {path: hashlib.sha256(path.read_bytes()).digest() for path in directory.iterdir()}
+    kl, top1 = divergence(source_probabilities(model), log_probabilities(tilewright.load_model(directory), windows()))
+    assert kl <= MAX_KL[scheme]
+    assert top1 >= (0.98 if scheme != "int4" else 0.95)
+    assert {path: hashlib.sha256(path.read_bytes()).digest() for path in directory.iterdir()} == before
+
+
+@pytest.mark.parametrize("model", TINY)
+def test_swapped_gate_and_up_are_noticed(model: str, packed: Call) -> None:
+    runs = tilewright.load_model(packed(model, "int8"))
+    for module in runs.modules():
+        if isinstance(module, PackedExperts):
+            w13 = module.w13
+            for suffix, tensor in w13.tensors().items():
+                half = tensor.shape[1] // 2
+                swapped = torch.cat([tensor[:, half:].view(torch.uint8), tensor[:, :half].view(torch.uint8)], 1)
+                w13.register_buffer(suffix, swapped.view(tensor.dtype))
+    kl, top1 = divergence(source_probabilities(model), log_probabilities(runs, windows()))
+    assert kl > MAX_KL["int8"]
+    assert top1 < 0.98
+
+
+class Simulated(nn.Module):
+    """The same codes as values in fp32, with the same rounding of activations."""
+
+    def __init__(self, packed: PackedWeight) -> None:
+        super().__init__()
+        spec = packed.spec
+        self.values = spec.layout.unpack(packed.tensors(), spec.format, spec.shape, spec.parts).dequantize()
+        self.is_int8 = spec.format.id == "int8" or spec.format.bits == 4
+        self.spec = spec
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.matmul(None, x)
+
+    def matmul(self, expert: int | None, x: torch.Tensor) -> torch.Tensor:
+        values = self.values if expert is None else self.values[expert]
+        rows = x.reshape(-1, x.shape[-1])
+        if self.is_int8:
+            codes, scale = quantize_rows(rows)
+            rows = codes.float() * scale
+        return (rows.float() @ values.T).to(x.dtype).reshape(*x.shape[:-1], -1)
+
+
+@pytest.mark.parametrize("scheme", ["none", "int8", "w4afp8"])
+@pytest.mark.parametrize("model", TINY)
+def test_equal_to_a_float_simulation(model: str, scheme: str, packed: Call) -> None:
+    runs = tilewright.load_model(packed(model, scheme))
+    ours = log_probabilities(runs, windows()[:2])
+    for name, module in list(runs.named_modules()):
+        if isinstance(module, PackedLinear | PackedStack):
+            runs.set_submodule(name, Simulated(module))
+    kl, top1 = divergence(log_probabilities(runs, windows()[:2]), ours)
+    assert kl <= 2e-4
+    assert top1 >= 0.985
+
+
+@pytest.mark.parametrize("model", TINY)
+def test_generation_with_and_without_a_cache(model: str, packed: Call) -> None:
+    runs = tilewright.load_model(packed(model, "none"))
+    prompt = windows()[:1, :32]
+    texts = [runs.generate(prompt, max_new_tokens=16, do_sample=False, use_cache=cached) for cached in (True, False)]
+    source = AutoModelForCausalLM.from_pretrained(ROOT / "examples/models" / model, dtype=torch.bfloat16).eval()
+    assert torch.equal(texts[0], texts[1])
+    assert torch.equal(texts[0], source.generate(prompt, max_new_tokens=16, do_sample=False))
+
+
+def test_nothing_is_left_to_train_or_on_meta(packed: Call) -> None:
+    runs = tilewright.load_model(packed("tiny-deepseek-v3", "w4afp8"))
+    assert not any(parameter.requires_grad for parameter in runs.parameters())
+    assert all(tensor.device.type == "cpu" for tensor in [*runs.parameters(), *runs.buffers()])
+    assert "model.layers.1.mlp.experts.w13.weight" in runs.state_dict()
+
+
+def test_what_does_not_fit_is_listed(packed: Call, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(packed("tiny-qwen3-moe", "none"), tmp_path / "packed"))
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.1.extra.weight"] = tensors.pop("model.norm.weight")
+    del tensors["model.layers.2.self_attn.q_norm.weight"]
+    save_file(tensors, file, read_header(file).metadata)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest["files"]["model.safetensors"]["size"] = file.stat().st_size
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError) as error:
+        tilewright.load_model(directory)
+    assert "`model.norm.weight` is not in the files" in str(error.value)
+    assert "`model.layers.2.self_attn.q_norm.weight` is not in the files" in str(error.value)
+    assert "`model.layers.1.extra.weight` has no place in Qwen3MoeForCausalLM" in str(error.value)

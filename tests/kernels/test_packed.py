@@ -1,0 +1,152 @@
+"""Opening a packed directory: views of the mapped files, and everything that is wrong with it at once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tilewright
+from tilewright.kernels.errors import CheckpointError
+from tilewright.kernels.packed import Cut, load_packed
+from tilewright.kernels.safetensors_file import read_header
+
+Call = Callable[..., Path]
+FILE = "model.safetensors"
+
+
+@pytest.fixture
+def directory(packed: Call, tmp_path: Path) -> Path:
+    """A packed directory that may be damaged."""
+    return Path(shutil.copytree(packed("tiny-qwen3-moe", "int8"), tmp_path / "packed"))
+
+
+def rewrite(directory: Path, **metadata: str) -> None:
+    """Change the header's metadata; the manifest is made to fit."""
+    header = read_header(directory / FILE)
+    save_file(load_file(directory / FILE), directory / FILE, header.metadata | metadata)
+    trust(directory)
+
+
+def trust(directory: Path) -> None:
+    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest["files"][FILE]["size"] = (directory / FILE).stat().st_size
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+
+
+def refusal(directory: Path, **options: object) -> str:
+    with pytest.raises(CheckpointError) as error:
+        load_packed(directory, **options)  # type: ignore[arg-type]
+    return str(error.value)
+
+
+def test_modules_are_views_of_the_mapped_file(directory: Path) -> None:
+    packed = tilewright.load_packed(directory, verify_checksums=True)
+    assert (packed.scheme, packed.cut) == ("int8", Cut())
+    assert len(packed) == len(list(packed)) == 25
+    assert "model.embed_tokens.weight" in packed.plain
+    module = packed["model.layers.0.self_attn.q_proj"]
+    assert module is packed["model.layers.0.self_attn.q_proj"]
+    for suffix, tensor in module.tensors().items():
+        file = packed.tensor(f"model.layers.0.self_attn.q_proj.{suffix}")
+        assert tensor.data_ptr() == file.data_ptr()
+        assert torch.equal(tensor, load_file(directory / FILE)[f"model.layers.0.self_attn.q_proj.{suffix}"])
+    maps = Path("/proc/self/maps")
+    if maps.exists():
+        lines = [line.split() for line in maps.read_text().splitlines() if str(directory) in line]
+        address = module.weight.data_ptr()
+        spans = [tuple(int(bound, 16) for bound in line[0].split("-")) for line in lines]
+        assert any(start <= address < end for start, end in spans)
+
+
+def test_a_tensor_outlives_the_checkpoint(directory: Path) -> None:
+    tensor = load_packed(directory).tensor("model.norm.weight")
+    shutil.rmtree(directory)
+    assert tensor.float().isfinite().all()
+
+
+def test_not_finished(directory: Path) -> None:
+    (directory / "manifest.json").unlink()
+    assert "no manifest.json, so this is no finished packed directory" in refusal(directory)
+    assert "no such directory" in refusal(directory / "nothing")
+
+
+def test_not_packed(quantized: Call) -> None:
+    assert "its header has no `tilewright.packed`" in refusal(quantized("tiny-qwen3-moe", "int8"))
+
+
+def test_wrong_version(directory: Path) -> None:
+    rewrite(directory, **{"tilewright.packed": "2"})
+    assert "packed by version 2 of the format, this release reads 1" in refusal(directory)
+
+
+def test_everything_wrong_is_listed(directory: Path) -> None:
+    tensors = load_file(directory / FILE)
+    del tensors["model.layers.0.self_attn.q_proj.weight_scale"]
+    tensors["model.layers.3.mlp.experts.w2.weight"] = tensors["model.layers.3.mlp.experts.w2.weight"][:, :-32]
+    save_file(
+        {name: tensor.contiguous() for name, tensor in tensors.items()},
+        directory / FILE,
+        read_header(directory / FILE).metadata,
+    )
+    trust(directory)
+    message = refusal(directory)
+    assert "`model.layers.0.self_attn.q_proj.weight_scale` is missing" in message
+    assert (
+        "`model.layers.3.mlp.experts.w2.weight` is torch.int8 [8, 224, 132], layout `cpu-vnni-int8` demands" in message
+    )
+
+
+def test_unknown_layout_version(directory: Path) -> None:
+    modules = json.loads(read_header(directory / FILE).metadata["tilewright.modules"])
+    modules["lm_head"]["version"] = 7
+    modules["model.layers.0.self_attn.q_proj"]["layout"] = "cpu-amx-int2"
+    rewrite(directory, **{"tilewright.modules": json.dumps(modules)})
+    message = refusal(directory)
+    assert "lm_head: layout `cpu-vnni-bf16` has version 1 here, the file has 7" in message
+    assert "model.layers.0.self_attn.q_proj: unknown layout `cpu-amx-int2`" in message
+
+
+def test_a_device_that_no_kernel_is_for(directory: Path) -> None:
+    assert "no bundled kernel runs layout `cpu-vnni-int8` on meta" in refusal(directory, device="meta")
+
+
+def test_sizes_and_checksums(directory: Path) -> None:
+    data = bytearray((directory / FILE).read_bytes())
+    data[-3] ^= 1
+    (directory / FILE).write_bytes(data)
+    load_packed(directory)
+    assert "has SHA-256" in refusal(directory, verify_checksums=True)
+    with (directory / FILE).open("r+b") as file:
+        file.truncate(len(data) - 8)
+    assert "the file is cut off" in refusal(directory)
+    manifest = json.loads((directory / "manifest.json").read_text())
+    (directory / FILE).write_bytes(data)
+    manifest["files"][FILE]["size"] += 1
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    assert f"manifest.json says {len(data) + 1}" in refusal(directory)
+
+
+def test_missing_shards_and_paths_out_of_the_directory(directory: Path) -> None:
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}))
+    assert "missing shards: model-1.safetensors, model-2.safetensors" in refusal(directory)
+    index.write_text(json.dumps({"weight_map": {"a": "../model.safetensors"}}))
+    assert "names `../model.safetensors`, which is no plain file name" in refusal(directory)
+
+
+def test_ranks(directory: Path, tmp_path: Path) -> None:
+    assert load_packed(directory, rank=0).cut.ranks == 1
+    assert "holds rank 0 of 1, not rank 1" in refusal(directory, rank=1)
+    for rank in range(2):
+        share = Path(shutil.copytree(directory, tmp_path / "cut" / f"rank-{rank}-of-2"))
+        rewrite(share, **{"tilewright.cut": Cut((rank, 2), (rank, 2)).to_json()})
+    assert load_packed(tmp_path / "cut", rank=1).cut == Cut((1, 2), (1, 2))
+    assert "there are rank-0-of-2, rank-1-of-2" in refusal(tmp_path / "cut")
+    assert "rank 2 is not there" in refusal(tmp_path / "cut", rank=2)
+    assert "holds rank 0 of 2, not rank 1" in refusal(tmp_path / "cut" / "rank-0-of-2", rank=1)

@@ -1,0 +1,47 @@
+"""Unpacking gives back what was packed, byte for byte."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilewright.packer.checkpoint import open_checkpoint
+from tilewright.packer.schemes import SCHEMES
+from tilewright.packer.unpack import plan_unpack
+
+FORMS = [("none", None)] + [(scheme.id, form) for scheme in SCHEMES.values() for form in scheme.forms]
+Call = Callable[..., Path]
+Differences = Callable[[Path, Path], list[str]]
+
+
+@pytest.mark.parametrize(("scheme", "form"), FORMS)
+@pytest.mark.parametrize("model", ["tiny-qwen3-moe", "tiny-deepseek-v3"])
+def test_round_trip(
+    model: str, scheme: str, form: str | None, quantized: Call, packed: Call, unpack: Call, differences: Differences
+) -> None:
+    back = unpack(packed(model, scheme, form))
+    source = quantized(model, scheme, form)
+    assert differences(source, back) == []
+    assert json.loads((back / "config.json").read_text()) == json.loads((source / "config.json").read_text())
+
+
+def test_biases_and_a_tied_head(write: Call, pack: Call, unpack: Call, differences: Differences) -> None:
+    query = "model.layers.0.self_attn.q_proj"
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        f"{query}.weight": torch.randn(40, 72, generator=generator).to(torch.bfloat16),
+        f"{query}.bias": torch.randn(40, generator=generator).to(torch.bfloat16),
+        "model.embed_tokens.weight": torch.randn(50, 72, generator=generator).to(torch.bfloat16),
+    }
+    config = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}
+    source = write(tensors, **config)
+    assert differences(source, unpack(pack(source))) == []
+
+
+def test_a_plain_directory_is_refused(quantized: Call) -> None:
+    (reject,) = plan_unpack(open_checkpoint(quantized("tiny-qwen3-moe", "none"))).rejects
+    assert "no packed directory" in str(reject)
