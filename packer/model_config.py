@@ -75,7 +75,7 @@ def output_config(
             f"config.json announces {announced_mtp(source)} MTP layer(s) that the files do not hold; nothing to convert"
         )
     holders = [config, *(value for value in config.values() if isinstance(value, dict))]
-    if options.mtp == "drop" and has_mtp:
+    if options.mtp == "drop":
         for holder in holders:
             for key in (key for key in MTP_COUNTS if key in holder):
                 holder[key] = 0

@@ -14,6 +14,7 @@ from tilewright.kernels.tensors import TensorSpec
 
 from .checkpoint import Checkpoint
 from .gate import Job
+from .parallel import Degree, described, expert_parallel, tensor_parallel
 from .plan import Fate, Plan
 from .sources import take_inventory
 
@@ -55,6 +56,8 @@ class Summary:
         bytes_before: Bytes of the source's tensors.
         bytes_after: Bytes of the output's.
         job: What running it takes.
+        tensor_parallel: Degrees that the output allows.
+        expert_parallel: The same for whole experts; empty for dense models.
     """
 
     groups: tuple[Group, ...]
@@ -62,6 +65,8 @@ class Summary:
     bytes_before: int
     bytes_after: int
     job: Job
+    tensor_parallel: tuple[Degree, ...] = ()
+    expert_parallel: tuple[Degree, ...] = ()
 
     @property
     def bits_per_weight(self) -> float:
@@ -84,6 +89,8 @@ class Summary:
             "disk_needed": self.job.disk_needed,
             "disk_free": self.job.disk_free,
             "shards": len(self.job.shards),
+            "tensor_parallel": {degree.size: degree.reason for degree in self.tensor_parallel},
+            "expert_parallel": {degree.size: degree.reason for degree in self.expert_parallel},
             "groups": [vars(group) for group in self.groups],
         }
 
@@ -113,6 +120,8 @@ class Summary:
             self.line(),
             f"{len(job.shards)} file(s); {job.workers} worker(s), up to {_size(job.peak_memory)} of memory; "
             f"{_size(job.disk_needed)} of disk needed, {_size(job.disk_free)} free",
+            *described("tensor parallel", self.tensor_parallel),
+            *(described("expert parallel", self.expert_parallel) if self.expert_parallel else []),
         ])
 
 
@@ -128,6 +137,8 @@ def summarize(plan: Plan, checkpoint: Checkpoint, job: Job) -> Summary:
         sum(spec.nbytes for spec in specs.values()),
         sum(spec.nbytes for spec in plan.tensors.values()),
         job,
+        tuple(tensor_parallel(take_inventory(plan.tensors, plan.config).weights, plan.config)),
+        tuple(expert_parallel(plan.config)),
     )
 
 

@@ -68,7 +68,7 @@ def make_checkpoint(tmp_path: Path) -> Callable[..., Checkpoint]:
         (root / "config.json").write_text(json.dumps(QWEN_MOE if config is None else config))
         names = list(tensors)
         for shard in range(shards):
-            part = {name: tensors[name].contiguous() for name in names[shard::shards]}
+            part = {name: tensors[name].clone(memory_format=torch.contiguous_format) for name in names[shard::shards]}
             save_file(part, root / f"model-{shard + 1:05}-of-{shards:05}.safetensors")
         return open_directory(root)
 
