@@ -17,7 +17,7 @@ from .solvers.base import Solver
 from .solvers.blocks import block_amax, encode
 from .sources.base import Reader, first_bad
 
-STRIP = 1 << 20  # elements of fp32 in work at a time
+STRIP = 1 << 20  # elements in work at a time
 
 
 class NotFiniteError(Exception):
@@ -38,7 +38,7 @@ def quantize_matrix(
     """Quantize a matrix strip by strip, so that only one strip is ever in fp32.
 
     Args:
-        read: (start, stop) -> fp32 rows [stop - start, K].
+        read: (start, stop) -> rows [stop - start, K] in fp32, bf16 or fp16.
         shape: (N, K).
         fmt: Weight format; a 16-bit one just rounds.
         solver: Chooses the scales.
@@ -54,6 +54,7 @@ def quantize_matrix(
     scales = torch.empty(fmt.scale_rows(n), fmt.scale_columns(k)) if fmt.has_scales else None
     for start in range(0, n, height):
         strip = read(start, min(start + height, n))
+        strip = strip if strip.stride(1) == 1 else strip.contiguous()  # once, not in every operator
         stop = start + len(strip)
         amax = block_amax(strip, fmt) if fmt.has_scales else strip.abs().amax()
         if not torch.isfinite(amax).all():

@@ -26,7 +26,7 @@ class Solver(Protocol):
         """Scales of `weight`, each from its own block alone.
 
         Args:
-            weight: fp32 [N, K], finite; a run of whole row blocks of some larger weight gives the same scales.
+            weight: fp32, bf16 or fp16 [N, K], finite; a run of whole row blocks of a larger one gives the same scales.
             amax: fp32 [scale_rows, scale_columns], `block_amax(weight, fmt)`.
             fmt: Weight format.
             scale_dtype: Scales are representable in this dtype.

@@ -1,6 +1,7 @@
 """The arithmetic that every solver shares: scales and codes of one fp32 weight [N, K].
 
-All of it is elementwise fp32 or a maximum, so that any implementation that follows the formulas gives the same bits.
+All of it is elementwise fp32 or a maximum, so that any implementation that follows the formulas gives the same bits:
+on a CPU the native operators of `tilewright.kernels.convert` do the work, elsewhere the formulas themselves.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+from tilewright.kernels import convert
 from tilewright.kernels.formats import WeightFormat
 
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny  # also the smallest normal bf16
@@ -29,7 +31,16 @@ def block_view(weight: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
 
 def block_amax(weight: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
     """Largest magnitude of each block, fp32 [scale_rows, scale_columns]; NaN and infinity carry through."""
-    return block_view(weight.abs(), fmt).amax((1, 3))
+    return convert.block_amax(weight, fmt) if _native(weight) else block_amax_formula(weight, fmt)
+
+
+def block_amax_formula(weight: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
+    """What `block_amax` computes."""
+    return block_view(weight.abs(), fmt).amax((1, 3)).to(torch.float32)
+
+
+def _native(weight: torch.Tensor) -> bool:
+    return weight.device.type == "cpu" and weight.numel() > 0
 
 
 def scales_from_amax(
@@ -70,6 +81,11 @@ def encode(weight: torch.Tensor, scales: torch.Tensor, fmt: WeightFormat) -> tor
     fp8: RNE of `clamp(w / s, -448, 448)`; int8: RNE of `w / s` in -127..127; int4: RNE of `w / s` in -8..7, plus 8.
     The quotient is a true fp32 division.
     """
+    return convert.encode(weight, scales, fmt) if _native(weight) else encode_formula(weight, scales, fmt)
+
+
+def encode_formula(weight: torch.Tensor, scales: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
+    """What `encode` computes."""
     quotient = weight / expand(scales, fmt, *weight.shape)
     if fmt.code_dtype == torch.float8_e4m3fn:
         return quotient.clamp_(-fmt.qmax, fmt.qmax).to(torch.float8_e4m3fn)

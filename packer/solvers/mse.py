@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tilewright.kernels import convert
 from tilewright.kernels.formats import WeightFormat
 
 from .blocks import block_view, expand, round_to_codes, scales_from_amax
@@ -33,6 +34,13 @@ def halving_sum(values: torch.Tensor, dim: int) -> torch.Tensor:
 
 def squared_error(weight: torch.Tensor, scales: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
     """Sum over each block of `(round(w / s) * s - w)^2`, fp32 [scale_rows, scale_columns]; K first, then rows."""
+    if weight.device.type == "cpu":
+        return convert.squared_error(weight, scales, fmt)
+    return squared_error_formula(weight, scales, fmt)
+
+
+def squared_error_formula(weight: torch.Tensor, scales: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
+    """What `squared_error` computes."""
     spread = expand(scales, fmt, *weight.shape)
     error = round_to_codes(weight / spread, fmt).mul_(spread).sub_(weight)
     return halving_sum(halving_sum(block_view(error.square_(), fmt), 3), 1)

@@ -36,7 +36,7 @@ class Reader(Protocol):
             rows: Rows wanted, with explicit start, stop and step.
 
         Returns:
-            fp32 [len(rows), K].
+            fp32 [len(rows), K]; or bf16 or fp16, if the values are stored so.
         """
 
     def raw(self, tensors: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tilewright.kernels.convert import scale_codes, split_nibbles
 from tilewright.kernels.formats import INT4_BY_GROUP, WeightFormat
-from tilewright.kernels.layouts.checkpoint_int4 import OFFSET_TO_SIGNED, split_nibbles
 from tilewright.kernels.tensors import QTensor, Reject
 
 from .base import Group, SourceWeight
@@ -29,12 +29,11 @@ class Int4Reader:
     def _codes(self, joined: torch.Tensor) -> torch.Tensor:
         """uint8 codes 0..15 around 8."""
         joined = joined.contiguous().view(torch.uint8)
-        return split_nibbles(joined ^ OFFSET_TO_SIGNED if self.signed else joined)
+        return split_nibbles(joined, flip=8 if self.signed else 0)
 
     def rows(self, tensors: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:
         """See `Reader.rows`."""
-        codes = self._codes(tensors[0][rows]).to(torch.float32).sub_(8)
-        return codes.mul_(tensors[1][rows].to(torch.float32).repeat_interleave(self.group, 1))
+        return scale_codes(self._codes(tensors[0][rows]), tensors[1][rows].to(torch.float32), 1, self.group)
 
     def raw(self, tensors: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:
         """See `Reader.raw`."""

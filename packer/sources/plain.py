@@ -21,7 +21,7 @@ class PlainReader:
 
     def rows(self, tensors: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:
         """See `Reader.rows`."""
-        return tensors[0][rows].to(torch.float32)
+        return tensors[0][rows] if tensors[0].dtype != torch.float64 else tensors[0][rows].to(torch.float32)
 
     def raw(self, tensors: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:
         """See `Reader.raw`."""

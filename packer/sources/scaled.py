@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tilewright.kernels.convert import scale_codes
 from tilewright.kernels.formats import FP8, INT8, WeightFormat
 from tilewright.kernels.tensors import QTensor, Reject
 
@@ -38,12 +39,14 @@ class ScaledReader:
 
     def rows(self, tensors: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:
         """See `Reader.rows`."""
-        codes, grid = tensors[0][rows].to(torch.float32), self._grid(tensors[1])
+        codes, grid = tensors[0][rows], self._grid(tensors[1])
+        if rows.step == 1:
+            return scale_codes(codes, grid, self.block_n, self.block_k, rows.start)
         if self.block_n:
             grid = grid.index_select(0, torch.arange(rows.start, rows.stop, rows.step) // self.block_n)
         if self.block_k:
             grid = grid.repeat_interleave(self.block_k, 1)[:, : codes.shape[1]]
-        return codes.mul_(grid)
+        return codes.to(torch.float32).mul_(grid)
 
     def raw(self, tensors: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:
         """See `Reader.raw`."""

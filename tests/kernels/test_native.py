@@ -15,7 +15,7 @@ from tilewright.kernels import ops
 from tilewright.kernels.errors import KernelUnavailableError
 
 ROOT = Path(__file__).parent.parent.parent
-OBJECTS = sorted((ROOT / "build").glob("*/CMakeFiles/isa_*.dir/**/*.o"))
+OBJECTS = sorted((ROOT / "build").glob("*/CMakeFiles/[ic]*_*.dir/**/*.o"))  # isa_*, convert_*
 
 
 def _isa_under(value: str) -> subprocess.CompletedProcess[str]:
@@ -69,12 +69,13 @@ def test_select_refuses_and_keeps_the_choice() -> None:
 
 
 @pytest.mark.skipif(not OBJECTS, reason="the library was not built in this tree")
-@pytest.mark.parametrize("path", OBJECTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", OBJECTS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_objects_define_their_table_and_nothing_else(path: Path) -> None:
     """An inline function compiled here could replace its namesake elsewhere and fault on a lesser processor."""
     listing = subprocess.run(["nm", "-C", str(path)], capture_output=True, text=True, check=True).stdout
     shared = [line.split()[-1] for line in listing.splitlines() if re.match(r"[0-9a-f]+ [A-TV-Zuvw] ", line)]
-    assert shared == [f"tilewright_isa_{path.name.split('.')[0]}"]
+    target = next(parent.stem for parent in path.parents if parent.suffix == ".dir")
+    assert shared == [f"tilewright_{target}"]
     sections = subprocess.run(["objdump", "-h", str(path)], capture_output=True, text=True, check=True).stdout
     assert ".init_array" not in sections  # nothing runs when the library is loaded
 

@@ -7,22 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
+from ..convert import join_nibbles, split_nibbles
 from ..errors import LayoutError
 from ..formats import INT4_BY_GROUP, INT4_G128, WeightFormat
 from ..tensors import QTensor, Reject, TensorSpec
 from .base import check_tensors
 
 OFFSET_TO_SIGNED = 0x88  # offset-binary nibbles (q + 8) and two's complement ones differ in their top bits
-
-
-def join_nibbles(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 [N, K] codes 0..15 -> uint8 [N, K / 2]; byte j = codes[2j] | codes[2j + 1] << 4."""
-    return codes[:, 0::2] | (codes[:, 1::2] << 4)
-
-
-def split_nibbles(joined: torch.Tensor) -> torch.Tensor:
-    """The inverse of `join_nibbles`: uint8 [N, K / 2] -> uint8 [N, K]."""
-    return torch.stack((joined & 15, joined >> 4), -1).flatten(-2)
 
 
 def _reject(layout: str, shape: tuple[int, ...], parts: int, group: int) -> Reject | None:
@@ -61,7 +52,7 @@ class W4Afp8Expert:
     def pack(self, q: QTensor) -> dict[str, torch.Tensor]:
         """The named tensors."""
         scales = _symmetric_scales(self.id, q)
-        weight = (join_nibbles(q.codes) ^ OFFSET_TO_SIGNED).view(torch.int8)
+        weight = join_nibbles(q.codes).bitwise_xor_(OFFSET_TO_SIGNED).view(torch.int8)
         return {"weight": weight, "weight_scale_inv": scales.contiguous()}
 
     def unpack(
@@ -69,8 +60,8 @@ class W4Afp8Expert:
     ) -> QTensor:
         """The exact inverse of `pack`."""
         check_tensors(f"layout {self.id}", tensors, self.specs(fmt, shape, parts))
-        joined = tensors["weight"].view(torch.uint8) ^ OFFSET_TO_SIGNED
-        return QTensor(fmt, split_nibbles(joined), tensors["weight_scale_inv"])
+        codes = split_nibbles(tensors["weight"].view(torch.uint8), flip=8)
+        return QTensor(fmt, codes, tensors["weight_scale_inv"])
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,177 @@
+// The torch operators of conversion: checks, memory and threads around the loops of cpu/convert.
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+#include <torch/headeronly/util/Exception.h>
+
+#include <algorithm>
+#include <cstring>
+#include <string>
+#include <vector>
+
+#include "cpu/convert/table.h"
+#include "cpu/dispatch.h"
+
+namespace tilewright {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+#define TILEWRIGHT_CHECK(condition, ...) STD_TORCH_CHECK(condition, "tilewright: ", __VA_ARGS__)
+
+// These loops know three instruction sets; the others contain one of them.
+const Convert& convert() {
+#if defined(__x86_64__)
+  const char* name = isa().name;
+  if (!std::strcmp(name, "amx") || !std::strcmp(name, "avx512")) return tilewright_convert_avx512;
+  if (!std::strncmp(name, "avx", 3)) return tilewright_convert_avx2;
+#endif
+  return tilewright_convert_portable;
+}
+
+Code code_of(const std::string& name) {
+  TILEWRIGHT_CHECK(name == "fp8" || name == "int8" || name == "int4", "there are no codes `", name,
+                   "`; known are fp8, int8, int4");
+  return name == "fp8" ? Code::fp8 : name == "int8" ? Code::int8 : Code::int4;
+}
+
+ScalarType type_of(Code code) {
+  return code == Code::fp8 ? ScalarType::Float8_e4m3fn : code == Code::int8 ? ScalarType::Char : ScalarType::Byte;
+}
+
+Blocks blocks_of(const Tensor& x, int64_t block_n, int64_t block_k) {
+  TILEWRIGHT_CHECK(x.dim() == 2 && x.size(0) > 0 && x.size(1) > 0, "a matrix with elements is needed");
+  TILEWRIGHT_CHECK(x.stride(1) == 1 || x.size(1) == 1, "the elements of a row must lie side by side");
+  Blocks b{};
+  b.data = x.const_data_ptr();
+  b.n = x.size(0);
+  b.k = x.size(1);
+  b.stride = x.stride(0);
+  b.block_n = block_n ? block_n : b.n;
+  b.block_k = block_k ? block_k : b.k;
+  TILEWRIGHT_CHECK(b.block_n > 0 && b.block_k > 0, "blocks are ", block_n, " x ", block_k);
+  return b;
+}
+
+Blocks weight_of(const Tensor& weight, int64_t block_n, int64_t block_k) {
+  Blocks b = blocks_of(weight, block_n, block_k);
+  const ScalarType type = weight.scalar_type();
+  TILEWRIGHT_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
+                   "weight must be float32, bfloat16 or float16");
+  b.dtype = type == ScalarType::Float ? Float::f32 : type == ScalarType::BFloat16 ? Float::bf16 : Float::f16;
+  return b;
+}
+
+const float* checked_scales(const Tensor& scales, const Blocks& b, int64_t rows) {
+  TILEWRIGHT_CHECK(scales.scalar_type() == ScalarType::Float && scales.is_contiguous() && scales.dim() == 2 &&
+                       scales.size(0) >= rows && scales.size(1) == b.columns(),
+                   "scales must be contiguous float32 [", rows, ", ", b.columns(), "]");
+  return static_cast<const float*>(scales.const_data_ptr());
+}
+
+// A thread is worth its start for about 2^16 numbers.
+template <class F>
+void parallel_rows(const Blocks& b, F f) {
+  const int64_t grain = 1 + (int64_t(1) << 16) / (std::min(b.block_n, b.n) * b.k);
+  torch::stable::parallel_for(0, b.rows(), grain, f);
+}
+
+Tensor empty(const Tensor& like, std::vector<int64_t> sizes, ScalarType type) {
+  return torch::stable::new_empty(like, sizes, type);
+}
+
+Tensor block_amax(const Tensor& weight, int64_t block_n, int64_t block_k) {
+  const Blocks b = weight_of(weight, block_n, block_k);
+  Tensor out = empty(weight, {b.rows(), b.columns()}, ScalarType::Float);
+  auto* data = static_cast<float*>(out.mutable_data_ptr());
+  const Convert& c = convert();
+  parallel_rows(b, [&](int64_t begin, int64_t end) { c.block_amax(&b, begin, end, data); });
+  return out;
+}
+
+Tensor encode(const Tensor& weight, const Tensor& scales, const std::string& name, int64_t block_n, int64_t block_k) {
+  const Blocks b = weight_of(weight, block_n, block_k);
+  const float* s = checked_scales(scales, b, b.rows());
+  const Code code = code_of(name);
+  Tensor out = empty(weight, {b.n, b.k}, type_of(code));
+  auto* data = static_cast<uint8_t*>(out.mutable_data_ptr());
+  const Convert& c = convert();
+  parallel_rows(b, [&](int64_t begin, int64_t end) { c.encode(&b, s, code, begin, end, data); });
+  return out;
+}
+
+Tensor squared_error(const Tensor& weight, const Tensor& scales, const std::string& name, int64_t block_n,
+                     int64_t block_k) {
+  const Blocks b = weight_of(weight, block_n, block_k);
+  const float* s = checked_scales(scales, b, b.rows());
+  const Code code = code_of(name);
+  Tensor out = empty(weight, {b.rows(), b.columns()}, ScalarType::Float);
+  auto* data = static_cast<float*>(out.mutable_data_ptr());
+  const Convert& c = convert();
+  parallel_rows(b, [&](int64_t begin, int64_t end) {
+    std::vector<float> scratch(size_t(error_scratch(b)));
+    c.squared_error(&b, s, code, begin, end, scratch.data(), data);
+  });
+  return out;
+}
+
+Tensor scale_codes(const Tensor& codes, const Tensor& scales, const std::string& name, int64_t block_n, int64_t block_k,
+                   int64_t row0) {
+  const Blocks b = blocks_of(codes, block_n, block_k);
+  const Code code = code_of(name);
+  TILEWRIGHT_CHECK(codes.scalar_type() == type_of(code), "codes do not have the dtype of `", name, "`");
+  TILEWRIGHT_CHECK(row0 >= 0, "row0 is ", row0);
+  const float* s = checked_scales(scales, b, (row0 + b.n - 1) / b.block_n + 1);
+  Tensor out = empty(codes, {b.n, b.k}, ScalarType::Float);
+  convert().scale_codes(&b, s, code, row0, static_cast<float*>(out.mutable_data_ptr()));
+  return out;
+}
+
+Tensor join_nibbles(const Tensor& codes) {
+  TILEWRIGHT_CHECK(
+      codes.scalar_type() == ScalarType::Byte && codes.is_contiguous() && codes.dim() >= 1 && codes.size(-1) % 2 == 0,
+      "codes must be contiguous uint8 with an even number of columns");
+  std::vector<int64_t> sizes;
+  for (int64_t i = 0; i < codes.dim(); ++i) sizes.push_back(codes.size(i));
+  sizes.back() /= 2;
+  Tensor out = empty(codes, sizes, ScalarType::Byte);
+  convert().join_nibbles(static_cast<const uint8_t*>(codes.const_data_ptr()), out.numel(),
+                         static_cast<uint8_t*>(out.mutable_data_ptr()));
+  return out;
+}
+
+Tensor split_nibbles(const Tensor& joined, int64_t flip) {
+  TILEWRIGHT_CHECK(joined.scalar_type() == ScalarType::Byte && joined.is_contiguous() && joined.dim() >= 1,
+                   "joined must be contiguous uint8");
+  TILEWRIGHT_CHECK(flip >= 0 && flip < 16, "flip is ", flip);
+  std::vector<int64_t> sizes;
+  for (int64_t i = 0; i < joined.dim(); ++i) sizes.push_back(joined.size(i));
+  sizes.back() *= 2;
+  Tensor out = empty(joined, sizes, ScalarType::Byte);
+  convert().split_nibbles(static_cast<const uint8_t*>(joined.const_data_ptr()), joined.numel(), uint8_t(flip),
+                          static_cast<uint8_t*>(out.mutable_data_ptr()));
+  return out;
+}
+
+}  // namespace
+}  // namespace tilewright
+
+STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
+  m.def("block_amax(Tensor weight, int block_n, int block_k) -> Tensor");
+  m.def("encode(Tensor weight, Tensor scales, str codes, int block_n, int block_k) -> Tensor");
+  m.def("squared_error(Tensor weight, Tensor scales, str codes, int block_n, int block_k) -> Tensor");
+  m.def("scale_codes(Tensor codes, Tensor scales, str kind, int block_n, int block_k, int row0) -> Tensor");
+  m.def("join_nibbles(Tensor codes) -> Tensor");
+  m.def("split_nibbles(Tensor joined, int flip) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {
+  m.impl("block_amax", TORCH_BOX(&tilewright::block_amax));
+  m.impl("encode", TORCH_BOX(&tilewright::encode));
+  m.impl("squared_error", TORCH_BOX(&tilewright::squared_error));
+  m.impl("scale_codes", TORCH_BOX(&tilewright::scale_codes));
+  m.impl("join_nibbles", TORCH_BOX(&tilewright::join_nibbles));
+  m.impl("split_nibbles", TORCH_BOX(&tilewright::split_nibbles));
+}

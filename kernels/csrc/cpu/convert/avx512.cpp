@@ -1,0 +1,3 @@
+#include "convert-inl.h"
+
+TILEWRIGHT_CONVERT(avx512)

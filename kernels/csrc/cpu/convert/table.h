@@ -1,0 +1,51 @@
+// The plain C boundary between the conversion operators and the code that is compiled once for each instruction set.
+#pragma once
+#include "../table.h"
+
+namespace tilewright {
+
+enum class Code : int32_t { fp8, int8, int4 };  // int4 as 0..15 around 8, one in a byte
+
+// Numbers [n, k], rows `stride` elements apart, and the blocks that share a scale. Partial blocks at the edges stand
+// for themselves: nothing is padded.
+struct Blocks {
+  const void* data;
+  Float dtype;
+  int64_t n, k, stride;
+  int64_t block_n, block_k;
+
+  int64_t rows() const { return (n + block_n - 1) / block_n; }
+  int64_t columns() const { return (k + block_k - 1) / block_k; }
+};
+
+// One instruction set. Each function works on the scale rows begin..end and may run on several threads for disjoint
+// ranges. `scales` is [rows, columns].
+struct Convert {
+  // out[rows, columns] = largest magnitude of each block; infinite or NaN if the block holds such a number.
+  void (*block_amax)(const Blocks*, int64_t begin, int64_t end, float* out);
+  // codes[n, k] = nearest code of number / scale, ties to even, cut off at the largest codes.
+  void (*encode)(const Blocks*, const float* scales, Code, int64_t begin, int64_t end, uint8_t* codes);
+  // out[rows, columns] = sum over each block of (nearest(number / scale) * scale - number)^2, added up in halves.
+  // `scratch` holds `error_scratch` floats.
+  void (*squared_error)(const Blocks*, const float* scales, Code, int64_t begin, int64_t end, float* scratch,
+                        float* out);
+  // out[j] = codes[2j] | codes[2j + 1] << 4.
+  void (*join_nibbles)(const uint8_t* codes, int64_t count, uint8_t* out);
+  // The inverse, each nibble xor-ed with `flip`.
+  void (*split_nibbles)(const uint8_t* joined, int64_t count, uint8_t flip, uint8_t* codes);
+  // out[n, k] = code * scale in fp32; codes are `data`, of which only the stride counts in bytes; scales [rows,
+  // columns] are indexed with (row0 + row) / block_n.
+  void (*scale_codes)(const Blocks*, const float* scales, Code, int64_t row0, float* out);
+};
+
+// Floats that squared_error needs: one row of blocks after the sums along K, and one block row of errors.
+inline int64_t error_scratch(const Blocks& b) { return b.block_n * b.columns() + b.block_k; }
+
+#define TILEWRIGHT_DECLARE_CONVERT(name) \
+  extern "C" __attribute__((visibility("hidden"))) const Convert tilewright_convert_##name
+TILEWRIGHT_DECLARE_CONVERT(portable);
+TILEWRIGHT_DECLARE_CONVERT(avx2);
+TILEWRIGHT_DECLARE_CONVERT(avx512);
+#undef TILEWRIGHT_DECLARE_CONVERT
+
+}  // namespace tilewright

@@ -1,0 +1,78 @@
+"""The operators of conversion: maxima, codes and errors of blocks, nibbles; each gives the bits of its formula.
+
+`packer.solvers.blocks` and `packer.solvers.mse` state the formulas in plain torch. Operators read fp32, bf16 and fp16
+weights as they lie, rows any number of elements apart, without an fp32 copy.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import _native  # noqa: F401  # loads the library
+from .formats import WeightFormat
+
+CODES = {torch.float8_e4m3fn: "fp8", torch.int8: "int8", torch.uint8: "int4"}
+
+
+def block_amax(weight: Tensor, fmt: WeightFormat) -> Tensor:
+    """Largest magnitude of each block of a weight [N, K]: fp32 [scale_rows, scale_columns].
+
+    Infinity and NaN carry through.
+    """
+    result: Tensor = torch.ops.tilewright.block_amax(_rows(weight), fmt.block_n, fmt.block_k)
+    return result
+
+
+def encode(weight: Tensor, scales: Tensor, fmt: WeightFormat) -> Tensor:
+    """Codes [N, K] of a finite weight [N, K] under scales fp32 [scale_rows, scale_columns], in `fmt.code_dtype`.
+
+    RNE of the fp32 quotient, cut off at the largest codes.
+    """
+    codes = CODES[fmt.code_dtype]
+    result: Tensor = torch.ops.tilewright.encode(_rows(weight), scales.contiguous(), codes, fmt.block_n, fmt.block_k)
+    return result
+
+
+def squared_error(weight: Tensor, scales: Tensor, fmt: WeightFormat) -> Tensor:
+    """Sum over each block of `(round(w / s) * s - w)^2`, added up in halves: fp32 [scale_rows, scale_columns]."""
+    codes, scales = CODES[fmt.code_dtype], scales.contiguous()
+    result: Tensor = torch.ops.tilewright.squared_error(_rows(weight), scales, codes, fmt.block_n, fmt.block_k)
+    return result
+
+
+def scale_codes(codes: Tensor, scales: Tensor, block_n: int, block_k: int, first_row: int = 0) -> Tensor:
+    """Values of some rows of a quantized weight, `code * scale` in fp32.
+
+    Args:
+        codes: e4m3fn, int8, or uint8 around 8, [rows, K].
+        scales: fp32 [scale_rows, scale_columns] of the whole weight.
+        block_n: Rows that share a scale, 0 for all.
+        block_k: Columns that share a scale, 0 for all.
+        first_row: Where `codes` begins in the whole weight.
+
+    Returns:
+        fp32 [rows, K].
+    """
+    kind = CODES[codes.dtype]
+    result: Tensor = torch.ops.tilewright.scale_codes(
+        _rows(codes), scales.contiguous(), kind, block_n, block_k, first_row if block_n else 0
+    )
+    return result
+
+
+def join_nibbles(codes: Tensor) -> Tensor:
+    """uint8 [.., K] codes 0..15 -> uint8 [.., K / 2]; byte j = codes[2j] | codes[2j + 1] << 4."""
+    result: Tensor = torch.ops.tilewright.join_nibbles(codes.contiguous())
+    return result
+
+
+def split_nibbles(joined: Tensor, flip: int = 0) -> Tensor:
+    """The inverse of `join_nibbles`: uint8 [.., K / 2] -> uint8 [.., K], each code xor-ed with `flip`."""
+    result: Tensor = torch.ops.tilewright.split_nibbles(joined.contiguous(), flip)
+    return result
+
+
+def _rows(matrix: Tensor) -> Tensor:
+    """The matrix with the elements of each row side by side."""
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
