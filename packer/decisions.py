@@ -99,16 +99,20 @@ class Decider:
     def decide(self, inventory: Inventory, specs: Mapping[str, TensorSpec]) -> list[Decision]:
         """One decision per matrix, expert of a stack, and loose tensor, in source order."""
         layouts = self._stack_layouts(inventory.weights)
-        biases = {weight.module: f"{weight.module}_bias" for weight in inventory.weights if weight.bare}
-        taken = {name for name in biases.values() if name in specs}
         decided: list[Decision] = []
+        stacks: dict[str, list[list[Decision]]] = {}  # container -> for each of its stacks, one decision per expert
         for weight in inventory.weights:
             container = container_of(weight.module) if len(weight.shape) == 3 else None
             if container is None:
                 decided.append(self._matrix(weight))
             elif container in layouts:
-                bias = biases.get(weight.module)
-                decided += self._stack(weight, layouts[container], bias if bias in taken else None)
+                bias = f"{weight.module}_bias"
+                experts = self._stack(weight, layouts[container], bias if bias in specs else None)
+                stacks.setdefault(container, []).append(experts)
+        for members in stacks.values():
+            untouched = all(decision.action == "keep" for experts in members for decision in experts)
+            for experts in members:
+                decided += _whole(experts) if untouched else [_cut(decision) for decision in experts]
         whole = {name for decision in decided for name in (*decision.names, decision.bias)}
         decided += [self._loose(name, specs[name]) for name in inventory.loose if name not in whole]
         self._unmatched()
@@ -166,6 +170,8 @@ class Decider:
     def _target(
         self, module: str, role: Role, shape: tuple[int, int], weight: SourceWeight
     ) -> tuple[Target | None, str]:
+        if 0 in shape:
+            return None, f"{list(shape)} holds no weights"
         excluded, included = first_match(self._exclude, module), first_match(self._include, module)
         if excluded:
             return None, f"excluded by --exclude {excluded.text}"
@@ -222,7 +228,7 @@ class Decider:
         return layouts
 
     def _stack(self, weight: SourceWeight, layout: StackLayout, bias: str | None) -> list[Decision]:
-        """One decision per expert, or one for the whole stack if it is left alone."""
+        """One decision per expert."""
         experts, a, b = weight.shape
         n, k = (b, a) if layout.transposed else (a, b)
         if layout.transposed and not transposable(weight):
@@ -243,10 +249,7 @@ class Decider:
                 reasons.append(reason)
             action = _action(parts)
             decided.append(Decision("expert", action, reasons[0], names, weight, expert, tuple(parts), bias))
-        if all(decision.action == "keep" for decision in decided):
-            whole = Part(weight.module, (0, n, 1), None)
-            return [Decision("expert", "keep", decided[0].reason, names, weight, None, (whole,))]
-        return [_cut(decision) for decision in decided]
+        return decided
 
 
 def _action(parts: Sequence[Part]) -> Action:
@@ -256,10 +259,19 @@ def _action(parts: Sequence[Part]) -> Action:
     return "dequantize" if all(target == SIXTEEN_BITS for target in targets) else "quantize"
 
 
-def _cut(decision: Decision) -> Decision:
-    """An expert of a stack of which only some experts stay as they are: those get tensors of their own."""
+def _whole(experts: list[Decision]) -> list[Decision]:
+    """A stack of which nothing is quantized stays one tensor."""
+    return [replace(first, index=None, parts=_as_it_is(first), bias=None) for first in experts[:1]]
+
+
+def _as_it_is(decision: Decision) -> tuple[Part, ...]:
     assert decision.weight
-    if not decision.weight.quantized:
+    return (Part(decision.weight.module, (0, decision.weight.shape[-2], 1), None),)
+
+
+def _cut(decision: Decision) -> Decision:
+    """An expert of a layer of which only some are quantized: the others get 16-bit tensors of their own."""
+    if not decision.weight or not decision.weight.quantized:
         return decision
     parts = tuple(replace(part, target=part.target or SIXTEEN_BITS) for part in decision.parts)
     return replace(decision, action=_action(parts), parts=parts)

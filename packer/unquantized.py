@@ -63,15 +63,24 @@ def _as_engines_expect(decision: Decision, form: Form) -> bool:
 
 def fused_groups_apart(decisions: Sequence[Decision]) -> list[str]:
     """One line for each merged layer of which engines would find some parts quantized and others not."""
-    states: dict[tuple[str, tuple[str, ...]], dict[str, bool]] = {}
+    states: dict[str, dict[str, bool]] = {}
     for decision in decisions:
         for part in decision.parts:
             stem, _, last = part.module.rpartition(".")
+            done = part in decision.quantized
             for group in (group for group in MERGED if last in group):
-                states.setdefault((stem, group), {})[last] = part in decision.quantized
+                states.setdefault(f"{stem}.{'/'.join(group)}", {})[last] = done
+            if decision.role == "expert":
+                container = container_of(part.module) or stem.rpartition(".")[0]
+                states.setdefault(container, {})[part.module.removeprefix(f"{container}.")] = done
     return [
-        f"{stem}: {', '.join(name for name, done in parts.items() if done)} quantized but "
-        f"{', '.join(name for name, done in parts.items() if not done)} not; engines merge them and refuse this"
-        for (stem, _), parts in states.items()
+        f"{layer}: {_some(parts, True)} quantized but {_some(parts, False)} not; engines merge them and refuse this"
+        for layer, parts in states.items()
         if len(set(parts.values())) == 2
     ]
+
+
+def _some(parts: Mapping[str, bool], state: bool) -> str:
+    """The first few parts in this state."""
+    names = [name for name, done in parts.items() if done is state]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
