@@ -10,15 +10,10 @@ from torch import nn
 
 from . import ops
 from .errors import KernelUnavailableError
+from .experts_op import ACTIVATIONS, experts
 from .layouts.base import check_tensors
 from .linear_kernels import LINEAR_KERNELS, LinearKernel
 from .module_spec import ModuleSpec
-
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": nn.functional.silu,
-    "gelu": nn.functional.gelu,
-    "gelu_tanh": lambda x: nn.functional.gelu(x, approximate="tanh"),
-}
 
 
 class PackedWeight(nn.Module):
@@ -44,8 +39,7 @@ class PackedWeight(nn.Module):
         check_tensors(name, tensors, spec.tensors())
         self.spec = spec
         self.kernel = find_kernel(name, spec, next(iter(tensors.values())).device.type)
-        self.suffixes = tuple(spec.layout.specs(spec.format, spec.shape, spec.parts))
-        for suffix in self.suffixes:
+        for suffix in self.kernel.suffixes:
             self.register_buffer(suffix, tensors[suffix])
         self.register_buffer("bias", tensors.get("bias"))
 
@@ -60,13 +54,12 @@ class PackedWeight(nn.Module):
     def extra_repr(self) -> str:
         """Shape, format, layout, operator."""
         shape = ", ".join(str(size) for size in self.spec.shape)
-        return (
-            f"[{shape}], {self.spec.format.id}, {self.spec.layout.id}, {self.kernel.op}, bias={self.bias is not None}"
-        )
+        kernel = f"{self.spec.layout.id}, {self.kernel.op.__name__}"
+        return f"[{shape}], {self.spec.format.id}, {kernel}, bias={self.bias is not None}"
 
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors of the weight by suffix, without the bias."""
-        return {suffix: self.get_buffer(suffix) for suffix in self.suffixes}
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors of the weight in the order of its kernel, without the bias."""
+        return [getattr(self, suffix) for suffix in self.kernel.suffixes]
 
 
 def find_kernel(name: str, spec: ModuleSpec, device: str) -> LinearKernel:
@@ -97,38 +90,17 @@ class PackedLinear(PackedWeight):
 
 
 class PackedStack(PackedWeight):
-    """A stack of packed matrices [E, N, K], of which one is multiplied at a time."""
-
-    def matmul(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        """`x W[expert]^T + b[expert]`: [M, K] -> [M, N] in the dtype of `x`."""
-        *_, n, _ = self.spec.shape
-        parts = self.spec.parts
-        tensors = {suffix: tensor[expert] for suffix, tensor in self.tensors().items()}
-        bias = None if self.bias is None else self.bias[expert]
-        if parts == 1:
-            return self.kernel.run(x, tensors, n, bias)
-        return torch.cat([self._part(x, tensors, bias, part) for part in range(parts)], -1)
-
-    def _part(
-        self, x: torch.Tensor, tensors: dict[str, torch.Tensor], bias: torch.Tensor | None, part: int
-    ) -> torch.Tensor:
-        """One part's columns: every tensor of a layout is made of equal runs for the parts along its first axis."""
-        rows = self.spec.shape[-2] // self.spec.parts
-        mine = {suffix: tensor.chunk(self.spec.parts)[part] for suffix, tensor in tensors.items()}
-        return self.kernel.run(x, mine, rows, None if bias is None else bias[part * rows : (part + 1) * rows])
+    """A stack of packed matrices [E, N, K], multiplied by `PackedExperts`."""
 
 
 class PackedExperts(nn.Module):
-    """The routed experts of one layer: `sum_k weight_k * W2[id_k] (act(gate) * up)`, `gate, up = W13[id_k] x`.
-
-    The activation is computed in fp32 and rounded to bf16 before the second product; routing weights are applied in
-    fp32, experts are added in ascending order in fp32, and the sum is rounded once.
+    """The routed experts of one layer; `experts_op.experts` states what they compute.
 
     Args:
         name: Name of the module, for messages.
         w13: Gate and up [E, 2I, H], parts 2, gate first.
         w2: Down [E, H, I].
-        activation: Name of the activation.
+        activation: A key of `experts_op.ACTIVATIONS`.
 
     Raises:
         KernelUnavailableError: The activation is unknown.
@@ -142,11 +114,10 @@ class PackedExperts(nn.Module):
         self.w13 = w13
         self.w2 = w2
         self.activation = activation
-        self.num_experts = w13.spec.shape[0]
 
     def extra_repr(self) -> str:
-        """Number of experts and the activation."""
-        return f"experts={self.num_experts}, activation={self.activation}"
+        """The activation."""
+        return f"activation={self.activation}"
 
     def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Run every token through its experts.
@@ -159,20 +130,22 @@ class PackedExperts(nn.Module):
         Returns:
             [T, H] in the dtype of `x`.
         """
-        rows = x.to(torch.bfloat16)
-        total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        weights = top_k_weights.to(torch.float32)
-        first = self.w13.spec.first_expert
-        for number in torch.unique(top_k_index).tolist():
-            expert = number - first
-            if not 0 <= expert < self.num_experts:
-                continue
-            token, slot = torch.where(top_k_index == number)
-            gate, up = self.w13.matmul(expert, rows[token]).to(torch.float32).chunk(2, -1)
-            inner = (ACTIVATIONS[self.activation](gate) * up).to(torch.bfloat16)
-            y = self.w2.matmul(expert, inner).to(torch.float32)
-            total.index_add_(0, token, y * weights[token, slot, None])
-        return total.to(x.dtype)
+        upper, lower = self.w13, self.w2
+        y: torch.Tensor = experts(
+            x,
+            top_k_index,
+            top_k_weights,
+            upper.tensors(),
+            upper.bias,
+            upper.spec.layout.id,
+            lower.tensors(),
+            lower.bias,
+            lower.spec.layout.id,
+            lower.spec.shape[-1],
+            upper.spec.first_expert,
+            self.activation,
+        )
+        return y
 
 
 def build_module(name: str, spec: ModuleSpec, tensors: Mapping[str, torch.Tensor]) -> PackedWeight:
@@ -204,7 +177,7 @@ def report_kernels(model: nn.Module) -> list[KernelUse]:
     chosen = next(number for number, status in enumerate(statuses) if status.chosen)
     faster = tuple(f"{status.name}: {status.reason}" for status in statuses[:chosen])
     return [
-        KernelUse(name, module.spec.layout.id, f"{module.kernel.op} on {statuses[chosen].name}", faster)
+        KernelUse(name, module.spec.layout.id, f"{module.kernel.op.__name__} on {statuses[chosen].name}", faster)
         for name, module in model.named_modules()
         if isinstance(module, PackedWeight)
     ]

@@ -52,7 +52,7 @@ def test_modules_are_views_of_the_mapped_file(directory: Path) -> None:
     assert "model.embed_tokens.weight" in packed.plain
     module = packed["model.layers.0.self_attn.q_proj"]
     assert module is packed["model.layers.0.self_attn.q_proj"]
-    for suffix, tensor in module.tensors().items():
+    for suffix, tensor in zip(module.kernel.suffixes, module.tensors(), strict=True):
         file = packed.tensor(f"model.layers.0.self_attn.q_proj.{suffix}")
         assert tensor.data_ptr() == file.data_ptr()
         assert torch.equal(tensor, load_file(directory / FILE)[f"model.layers.0.self_attn.q_proj.{suffix}"])

@@ -1,0 +1,80 @@
+"""Every family of models that `load_model` promises, small and with random weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
+
+import tilewright
+from tilewright.packer.checkpoint import open_checkpoint
+from tilewright.packer.pack import plan_pack
+from tilewright.packer.pack_target import CpuTarget
+from tilewright.packer.pipeline import execute
+
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": 0,
+    "pad_token_id": None,
+}
+MOE = {"moe_intermediate_size": 40, "num_experts": 4, "num_experts_per_tok": 2}
+MLA = {
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "head_dim": 8,
+    "v_head_dim": 16,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 40,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"tie_word_embeddings": True},
+    "mistral": {},
+    "phi3": {},
+    "qwen2": {"tie_word_embeddings": False},
+    "qwen3": {},
+    "qwen2_moe": MOE | {"shared_expert_intermediate_size": 40},
+    "qwen3_moe": MOE,
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v2": MLA,
+    "deepseek_v3": MLA | {"q_lora_rank": 24},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    logging.disable_progress_bar()
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **(SMALL | FAMILIES[family]))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_()  # transformers starts them at zero
+    model.save_pretrained(tmp_path / "source")
+    checkpoint = open_checkpoint(tmp_path / "source")
+    execute(plan_pack(checkpoint, CpuTarget()), checkpoint, tmp_path / "packed")
+    packed = tilewright.load_model(tmp_path / "packed")
+    tokens = torch.randint(0, 96, (2, 20))
+    with torch.no_grad():
+        ours, theirs = packed(tokens).logits.float(), model(tokens).logits.float()
+    assert (ours - theirs).norm() <= 0.01 * theirs.norm()
