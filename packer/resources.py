@@ -14,18 +14,24 @@ from .shards import ShardPlan
 from .writer import CHUNK
 
 BASE_MEMORY = 300 << 20  # bytes: torch itself, headers, buffers
+STRIP_MEMORY = 32 << 20  # bytes: weights are quantized a strip at a time
 SPARE_DISK = 1 << 20  # bytes: index, ledger, manifest, directories, rounding to blocks
 
 
 def task_memory(task: Task, checkpoint: Checkpoint) -> int:
-    """Bytes that a task allocates at most: two fp32 tensors for each source, and what it gives."""
+    """Bytes that a task allocates at most, by estimate: four for each weight, a strip in work, and what it gives.
+
+    A byte of an 8-bit or packed integer tensor may hold two weights of four bits.
+    """
     if isinstance(task.step, Copy):
         return 2 * CHUNK
-    elements = 0
+    weights = 0
     for source in task.sources:
-        shape = checkpoint.spec(source.name).shape
-        elements += math.prod(shape if source.index is None else shape[1:])
-    return 8 * elements + sum(piece.spec.nbytes for piece in task.pieces)
+        spec = checkpoint.spec(source.name)
+        count = math.prod(spec.shape if source.index is None else spec.shape[1:])
+        packed = not spec.dtype.is_floating_point or spec.dtype.itemsize == 1
+        weights += 2 * count * spec.dtype.itemsize if packed else count
+    return 4 * weights + STRIP_MEMORY + sum(piece.spec.nbytes for piece in task.pieces)
 
 
 def memory_plan(plan: Plan, checkpoint: Checkpoint, jobs: int | None, memory: int | None) -> tuple[int, int, int]:

@@ -14,7 +14,9 @@ from safetensors.torch import save_file
 from tilewright.kernels.errors import SchemeError
 from tilewright.kernels.tensors import TensorSpec
 from tilewright.packer.checkpoint import Checkpoint
+from tilewright.packer.options import QuantizeOptions
 from tilewright.packer.plan import Copy, Fate, Piece, Plan, Source, Task
+from tilewright.packer.quantize import plan_quantize
 
 
 @dataclass(frozen=True)
@@ -109,3 +111,33 @@ def make_source(tmp_path: Path) -> Callable[..., Path]:
 def make_plan() -> Callable[..., Plan]:
     """make_plan(checkpoint, options=None): the plan over such a checkpoint."""
     return plan_of
+
+
+@pytest.fixture
+def make_moe(tmp_path: Path) -> Callable[[str], Path]:
+    """make_moe(name): a tiny mixture-of-experts model in three shards, which every scheme can convert."""
+
+    def make(name: str) -> Path:
+        generator = torch.Generator().manual_seed(4)
+        shapes = {"model.embed_tokens.weight": (8, 128), "model.norm.weight": (128,), "lm_head.weight": (8, 128)}
+        for layer in range(2):
+            base = f"model.layers.{layer}."
+            shapes |= {f"{base}self_attn.{m}_proj.weight": (128, 128) for m in "qkvo"}
+            shapes |= {f"{base}input_layernorm.weight": (128,), f"{base}mlp.gate.weight": (2, 128)}
+            for expert in range(2):
+                shapes |= {f"{base}mlp.experts.{expert}.{m}_proj.weight": (128, 128) for m in ("gate", "up", "down")}
+        tensors = {n: torch.randn(shape, generator=generator).bfloat16() for n, shape in shapes.items()}
+        items = list(tensors.items())
+        root = write_checkpoint(tmp_path / name, [dict(items[i::3]) for i in range(3)])
+        fields = {"model_type": "qwen3_moe", "hidden_size": 128, "num_experts": 2, "num_hidden_layers": 2}
+        fields |= {"moe_intermediate_size": 128, "architectures": ["Qwen3MoeForCausalLM"]}
+        (root / "config.json").write_text(json.dumps(fields))
+        return root
+
+    return make
+
+
+@pytest.fixture
+def make_scheme_plan() -> Callable[[str], Callable[[Checkpoint], Plan]]:
+    """make_scheme_plan(scheme): what makes the plan of `quantize-model --scheme` for a checkpoint."""
+    return lambda scheme: lambda checkpoint: plan_quantize(checkpoint, QuantizeOptions(scheme, solver="rtn"))
