@@ -36,10 +36,11 @@ what_options = stacked(
     click.option("--experts-transposed", is_flag=True, help="Stacked experts are stored [in, out]."),
     click.option(
         "--mtp",
-        type=click.Choice(("convert", "keep", "drop")),
+        type=click.Choice(("convert", "keep", "drop", "draft")),
         default="convert",
         show_default=True,
-        help="Layers for multi-token prediction: quantize them, keep them as they are, or leave them out.",
+        help="Layers for multi-token prediction: quantize them, keep them as they are, leave them out, or make "
+        "OUTPUT a draft model of that layer alone.",
     ),
     click.option(
         "--tied-head",

@@ -11,6 +11,7 @@ from tilewright.kernels.formats import FORMATS
 from tilewright.kernels.tensors import Reject, TensorSpec
 
 from .architectures.base import KEPT, W_NAMES, Architecture, Role
+from .naming import Naming, canonical
 from .options import QuantizeOptions
 from .quant_config.w4afp8 import UNCALIBRATED_INPUT_SCALE
 from .rules import Pattern, first_match
@@ -21,7 +22,6 @@ from .stacks import StackLayout, TransposedReader, container_of, decide, output_
 from .steps import Part
 
 Action = Literal["quantize", "dequantize", "keep", "drop"]
-INVERTED = re.compile(r"\.experts\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.(\d+)(?=\.|$)")
 W_INPUT_SCALES = tuple(f".{name}.input_scale" for name in W_NAMES.values())
 LOOSE = (  # tensors that are no matrix of a module, and why they keep their bytes
     (re.compile(r"\.bias$|_bias$"), "bias"),
@@ -29,11 +29,6 @@ LOOSE = (  # tensors that are no matrix of a module, and why they keep their byt
     (re.compile(r"conv\w*\.weight$|patch_embed"), "convolution"),
     (re.compile(r"\.(?:A_log|D|dt_bias|sinks|inv_freq|k_scale|v_scale|q_scale|layer_scalar)$"), "small parameter"),
 )
-
-
-def canonical(name: str) -> str:
-    """One order for the two spellings of an expert's name: `experts.gate_proj.7` -> `experts.7.gate_proj`."""
-    return INVERTED.sub(r".experts.\2.\1", name)
 
 
 @dataclass(frozen=True)
@@ -79,6 +74,7 @@ class Decider:
         options: The request.
         group: int4 group size.
         mtp: Names of the tensors of MTP layers.
+        naming: Names of the output.
         notes: What is worth telling.
         rejects: Why the plan cannot be carried out.
     """
@@ -89,6 +85,7 @@ class Decider:
     options: QuantizeOptions
     group: int
     mtp: set[str] = field(default_factory=set)
+    naming: Naming = Naming()
     notes: list[str] = field(default_factory=list)
     rejects: list[Reject] = field(default_factory=list)
 
@@ -130,10 +127,10 @@ class Decider:
                     self.notes.append(f"{flag} {pattern.text}: {reason}")
 
     def _loose(self, name: str, spec: TensorSpec) -> Decision:
-        if self._dropped(name):
-            return Decision("other", "drop", "MTP layer, --mtp drop", (name,))
-        reason = next((reason for pattern, reason in LOOSE if pattern.search(name)), None)
         role = self.architecture.role(name.removesuffix(".weight"))
+        if dropped := self._dropped(name, role):
+            return Decision(role, "drop", dropped, (name,))
+        reason = next((reason for pattern, reason in LOOSE if pattern.search(name)), None)
         if reason is None and role == "other":
             reason = KEPT["other"]
             if self.options.strict:
@@ -146,25 +143,34 @@ class Decider:
         module = canonical(weight.module)
         role = self.architecture.role(module)
         names = (*weight.tensors, *weight.companions)
-        if self._dropped(names[0]):
-            return Decision(role, "drop", "MTP layer, --mtp drop", names)
+        if dropped := self._dropped(names[0], role):
+            return Decision(role, "drop", dropped, names)
         part, reason = self._part(module, role, (0, n, 1), k, weight)
         carried = tuple(name for name in weight.companions if name.endswith(W_INPUT_SCALES) and self.form.input_scale)
         return Decision(role, _action((part,)), reason, names, weight, None, (part,), carried=carried)
 
-    def _dropped(self, name: str) -> bool:
-        return name in self.mtp and self.options.mtp == "drop"
+    def _dropped(self, name: str, role: Role) -> str | None:
+        """Why a tensor is left out; None if it is not."""
+        if self.options.mtp == "drop" and name in self.mtp:
+            return "MTP layer, --mtp drop"
+        if self.options.mtp == "draft" and name not in self.mtp:
+            return "not part of the draft model"
+        if self.options.mtp == "draft" and role in {"embedding", "head"}:
+            return "the draft model shares it with its target"
+        return None
 
     def _part(
         self, module: str, role: Role, rows: tuple[int, int, int], k: int, weight: SourceWeight
     ) -> tuple[Part, str]:
         """The output matrix and the reason for what it becomes."""
         target, reason = self._target(module, role, (len(range(*rows)), k), weight)
+        module = self.naming(module)
         scale = None
         if role == "expert" and target is not None and self.form.input_scale:
             stem, _, projection = module.rpartition(".")
             name = f"{stem}.{W_NAMES.get(projection, projection)}.input_scale"
-            scale = None if name in weight.companions else (name, UNCALIBRATED_INPUT_SCALE)
+            carried = {self.naming(companion) for companion in weight.companions}
+            scale = None if name in carried else (name, UNCALIBRATED_INPUT_SCALE)
         return Part(module, rows, target, scale), reason
 
     def _target(
@@ -175,8 +181,8 @@ class Decider:
         excluded, included = first_match(self._exclude, module), first_match(self._include, module)
         if excluded:
             return None, f"excluded by --exclude {excluded.text}"
-        if weight.tensors[0] in self.mtp and self.options.mtp != "convert":
-            return None, f"MTP layer, --mtp {self.options.mtp}"
+        if weight.tensors[0] in self.mtp and self.options.mtp == "keep":
+            return None, "MTP layer, --mtp keep"
         if role in KEPT and not included:
             if role == "other" and self.options.strict:
                 hint = "add --exclude or --include for it, or leave --strict out to copy it as it is"
@@ -236,8 +242,8 @@ class Decider:
             return []
         reader = TransposedReader(weight.reader) if layout.transposed else weight.reader
         names = (*weight.tensors, *weight.companions)
-        if self._dropped(names[0]):
-            return [Decision("expert", "drop", "MTP layer, --mtp drop", names)]
+        if dropped := self._dropped(names[0], "expert"):
+            return [Decision("expert", "drop", dropped, names)]
         weight = replace(weight, reader=reader, transposed=layout.transposed)
         container, rows = container_of(weight.module), output_rows(weight.module, n, layout.order)
         decided = []

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from tilewright.kernels.tensors import Reject, TensorSpec
 
-from .decisions import Decision, canonical
+from .decisions import Decision
+from .naming import Naming
 from .plan import Copy, Fate, FateKind, Piece, Source, Step, Task
 from .steps import QuantizeStep, SplitStep
 
@@ -26,6 +27,7 @@ class Emitter:
     Attributes:
         specs: Specification of every source tensor.
         solver: Id of the solver.
+        naming: Names of the output.
         tensors: Output tensors so far.
         tasks: Tasks so far.
         fates: Fates so far.
@@ -34,6 +36,7 @@ class Emitter:
 
     specs: Mapping[str, TensorSpec]
     solver: str
+    naming: Naming
     tensors: dict[str, TensorSpec] = field(default_factory=dict)
     tasks: list[Task] = field(default_factory=list)
     fates: dict[str, Fate] = field(default_factory=dict)
@@ -51,7 +54,7 @@ class Emitter:
                 self._convert(decision)
 
     def _copy(self, name: str, reason: str) -> None:
-        output = canonical(name)
+        output = self.naming(name)
         self._task([name], (Source(name),), {output: self.specs[name]}, Copy(), "copied", reason)
 
     def _convert(self, decision: Decision) -> None:

@@ -18,8 +18,8 @@ from tilewright.kernels.safetensors_file import DTYPE_NAMES
 from .architectures import architecture_of, text_config
 from .architectures.base import KEPT, Role
 from .checkpoint import Checkpoint
-from .decisions import canonical
 from .model_config import announced_mtp, mtp_tensors
+from .naming import canonical
 from .packed_modules import packed_modules
 from .sources import quantization_config, take_inventory
 from .stacks import container_of

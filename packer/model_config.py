@@ -36,6 +36,12 @@ def mtp_tensors(names: Iterable[str], config: Mapping[str, Any]) -> set[str]:
     return found
 
 
+def draft_layer(mtp: Iterable[str]) -> str:
+    """Prefix of the one layer that a draft model can be made of, such as `model.layers.61.`; empty if there is none."""
+    prefixes = {found[1] for name in mtp if (found := re.match(r"((?:[\w.]+\.)?layers\.\d+\.)", name))}
+    return prefixes.pop() if len(prefixes) == 1 and not any(MTP.match(unwrapped(name)) for name in mtp) else ""
+
+
 def check_head(config: Mapping[str, Any], names: Iterable[str], options: QuantizeOptions) -> list[Reject]:
     """A model with an embedding and neither an output head nor tied weights cannot produce logits."""
     paths = {unwrapped(name) for name in names}
@@ -79,6 +85,10 @@ def output_config(
         for holder in holders:
             for key in (key for key in MTP_COUNTS if key in holder):
                 holder[key] = 0
+    if options.mtp == "draft":  # what SGLang's own export writes
+        config["architectures"] = [f"{kind}NextN" for kind in source.get("architectures", [])]
+        for holder in (holder for holder in holders if "num_hidden_layers" in holder):
+            holder["num_hidden_layers"] = 1
     if options.tied_head == "tie":
         for holder in (holder for holder in holders if "tie_word_embeddings" in holder):
             holder["tie_word_embeddings"] = True

@@ -24,7 +24,7 @@ class QuantizeOptions:
         include: Patterns of modules to quantize although they are left alone by default.
         experts_order: Declared order of gate and up in merged stacks.
         experts_transposed: Declares that stacks are stored [in, out].
-        mtp: What to do with layers for multi-token prediction.
+        mtp: What to do with layers for multi-token prediction; "draft" makes a draft model of that layer alone.
         tied_head: What to do about an output head that is absent and not tied; None refuses.
         solver: Id of the solver; None takes the scheme's own.
         strict: Refuse what would otherwise be noted.
@@ -37,7 +37,7 @@ class QuantizeOptions:
     include: tuple[str, ...] = ()
     experts_order: ExpertsOrder | None = None
     experts_transposed: bool = False
-    mtp: Literal["convert", "keep", "drop"] = "convert"
+    mtp: Literal["convert", "keep", "drop", "draft"] = "convert"
     tied_head: Literal["as-source", "tie"] | None = None
     solver: str | None = None
     strict: bool = False

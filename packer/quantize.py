@@ -8,14 +8,15 @@ from .architectures import architecture_of
 from .checkpoint import Checkpoint
 from .decisions import Decider, Decision
 from .emit import Emitter
-from .model_config import check_head, mtp_tensors, output_config
+from .model_config import check_head, draft_layer, mtp_tensors, output_config
+from .naming import Naming
 from .options import QuantizeOptions
 from .plan import Plan
 from .quant_config.base import Written
 from .schemes import SCHEMES
 from .schemes.base import Form
 from .sources import take_inventory
-from .unquantized import fused_groups_apart, unquantized_modules
+from .unquantized import foreign_weights, fused_groups_apart, unquantized_modules
 
 STALE_FILES = ("hf_quant_config.json", "quant_cfg.json")  # describe the source's quantization
 
@@ -36,12 +37,14 @@ def plan_quantize(checkpoint: Checkpoint, options: QuantizeOptions) -> Plan:
     inventory = take_inventory(specs, checkpoint.config)
     decider = Decider(checkpoint.config, architecture_of(checkpoint.config), form, options, chosen["group_size"])
     decider.mtp = mtp_tensors(specs, checkpoint.config)
+    if options.mtp == "draft":
+        decider.naming = Naming(draft_layer(decider.mtp))
     decisions = decider.decide(inventory, specs)
-    emitter = Emitter(specs, chosen["solver"])
+    emitter = Emitter(specs, chosen["solver"], decider.naming)
     emitter.emit(decisions)
-    written = Written(tuple(unquantized_modules(decisions, specs, form)), chosen["group_size"])
+    written = Written(tuple(unquantized_modules(decisions, specs, form, decider.naming)), chosen["group_size"])
     quantized = [(part.module, decision.role == "expert") for decision in decisions for part in decision.quantized]
-    notes = [*decider.notes, *fused_groups_apart(decisions)]
+    notes = [*decider.notes, *fused_groups_apart(decisions), *foreign_weights(decisions, form)]
     rejects = [
         *inventory.rejects,
         *decider.rejects,
@@ -83,9 +86,14 @@ def _refusals(
 ) -> list[Reject]:
     """What the decisions as a whole do not allow."""
     rejects = check_head(checkpoint.config, specs, options)
-    if not any(decision.quantized for decision in decisions):
+    if options.mtp == "draft" and not draft_layer(mtp_tensors(specs, checkpoint.config)):
+        reason = "--mtp draft needs exactly one layer behind the last regular one"
+        rejects.append(
+            Reject(checkpoint.root.name, reason, "other models hold their MTP layer under names of their own")
+        )
+    elif not any(decision.quantized for decision in decisions):
         reason = "nothing would be quantized: no Linear that a rule knows is left"
-        rejects.append(Reject(str(checkpoint.root.name), reason, "see --dry-run for what became of each tensor"))
+        rejects.append(Reject(checkpoint.root.name, reason, "see --dry-run for what became of each tensor"))
     if form.ignores_exclusions:
         rejects += [
             Reject(

@@ -52,7 +52,7 @@ class Summary:
 
     Attributes:
         groups: The decisions, in the order of the source.
-        weights: Number of weights in the source, one per element of a matrix whatever it is stored in.
+        weights: Number of weights in the output, one per element of a matrix whatever it is stored in.
         bytes_before: Bytes of the source's tensors.
         bytes_after: Bytes of the output's.
         job: What running it takes.
@@ -128,16 +128,16 @@ class Summary:
 def summarize(plan: Plan, checkpoint: Checkpoint, job: Job) -> Summary:
     """Put a plan into figures, from headers alone."""
     specs = {name: checkpoint.spec(name) for name in plan.fates}
-    inventory = take_inventory(specs, checkpoint.config)
+    inventory = take_inventory(plan.tensors, plan.config)
     weights = sum(math.prod(weight.shape) for weight in inventory.weights)
-    weights += sum(math.prod(specs[name].shape) for name in inventory.loose)
+    weights += sum(math.prod(plan.tensors[name].shape) for name in inventory.loose)
     return Summary(
         tuple(_groups(plan, specs)),
         weights,
         sum(spec.nbytes for spec in specs.values()),
         sum(spec.nbytes for spec in plan.tensors.values()),
         job,
-        tuple(tensor_parallel(take_inventory(plan.tensors, plan.config).weights, plan.config)),
+        tuple(tensor_parallel(inventory.weights, plan.config)),
         tuple(expert_parallel(plan.config)),
     )
 

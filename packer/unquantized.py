@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from tilewright.kernels.tensors import TensorSpec
 
 from .architectures.base import unwrapped
-from .decisions import Decision, canonical
+from .decisions import Decision
+from .naming import Naming
 from .schemes.base import Form
 from .stacks import container_of
 
@@ -19,7 +20,9 @@ MERGED = (  # projections that engines load as one layer
 )
 
 
-def unquantized_modules(decisions: Sequence[Decision], specs: Mapping[str, TensorSpec], form: Form) -> list[str]:
+def unquantized_modules(
+    decisions: Sequence[Decision], specs: Mapping[str, TensorSpec], form: Form, naming: Naming
+) -> list[str]:
     """Full dotted paths of all modules that hold a matrix which is not quantized, in source order.
 
     No patterns and no merged names: exact paths are the one form that every engine understands. A module of a wrapped
@@ -31,7 +34,7 @@ def unquantized_modules(decisions: Sequence[Decision], specs: Mapping[str, Tenso
     for decision in decisions:
         if decision.action == "drop" or (decision.weight and _as_engines_expect(decision, form)):
             continue
-        for module, quantized in _matrices(decision, specs):
+        for module, quantized in _matrices(decision, specs, naming):
             container = container_of(module) or (module.rpartition(".experts.")[0] + ".experts")
             if decision.role == "expert":
                 experts[container] = experts.get(container, False) or quantized
@@ -42,13 +45,13 @@ def unquantized_modules(decisions: Sequence[Decision], specs: Mapping[str, Tenso
     return list(modules)
 
 
-def _matrices(decision: Decision, specs: Mapping[str, TensorSpec]) -> list[tuple[str, bool]]:
+def _matrices(decision: Decision, specs: Mapping[str, TensorSpec], naming: Naming) -> list[tuple[str, bool]]:
     """Modules of a decision that hold matrices, and whether each is quantized."""
     if decision.weight:
         return [(part.module, part in decision.quantized) for part in decision.parts]
     name = decision.names[0]
     is_matrix = len(specs[name].shape) >= 2 and name.endswith(".weight")
-    return [(canonical(name).removesuffix(".weight"), False)] if is_matrix else []
+    return [(naming(name).removesuffix(".weight"), False)] if is_matrix else []
 
 
 def _as_engines_expect(decision: Decision, form: Form) -> bool:
@@ -59,6 +62,24 @@ def _as_engines_expect(decision: Decision, form: Form) -> bool:
     suffixes = {name.rpartition(".")[2] for name in weight.tensors}
     made = target.checkpoint_layout.specs(target.weight_format, weight.shape[-2:])
     return target.format in weight.keeps and suffixes <= set(made)
+
+
+def foreign_weights(decisions: Sequence[Decision], form: Form) -> list[str]:
+    """A line about weights of a quantized source that keep bytes which the new config does not describe."""
+    foreign = [
+        decision.weight
+        for decision in decisions
+        if decision.action == "keep"
+        and decision.weight
+        and decision.weight.quantized
+        and not _as_engines_expect(decision, form)
+    ]
+    if not foreign:
+        return []
+    return [
+        f"{foreign[0].module}: keeps its {foreign[0].encoding} ({len(foreign)} such modules); engines take what the "
+        "config lists as unquantized for 16-bit weights, so they will not load these"
+    ]
 
 
 def fused_groups_apart(decisions: Sequence[Decision]) -> list[str]:

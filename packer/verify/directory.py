@@ -17,7 +17,7 @@ from tilewright.kernels.tensors import QTensor
 
 from ..architectures import architecture_of, text_config
 from ..checkpoint import Checkpoint
-from ..decisions import canonical
+from ..naming import canonical
 from ..packed_modules import packed_modules
 from ..plan import Source
 from ..sources import take_inventory

@@ -164,3 +164,31 @@ def test_w4afp8_refuses_excluded_linears(make_checkpoint: Make, plan: Make) -> N
 
 def test_nothing_to_quantize_refuses(make_checkpoint: Make, plan: Make) -> None:
     assert "nothing would be quantized" in str(plan(make_checkpoint({"model.norm.weight": normal(64)}), "int8").rejects)
+
+
+def test_a_draft_model_of_the_mtp_layer(make_checkpoint: Make, convert: Make, plan: Make) -> None:
+    layer = "model.layers.2"
+    own = {f"{layer}.self_attn.o_proj.weight": normal(256, 256), f"{layer}.eh_proj.weight": normal(256, 512)}
+    own |= {f"{layer}.enorm.weight": normal(256), f"{layer}.mlp.experts.0.up_proj.weight": normal(256, 256)}
+    shared = {f"{layer}.embed_tokens.weight": normal(64, 256), f"{layer}.shared_head.head.weight": normal(64, 256)}
+    rest = {f"model.layers.{n}.self_attn.o_proj.weight": normal(256, 256) for n in range(2)}
+    config = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "hidden_size": 256}
+    config |= {"num_hidden_layers": 2, "num_nextn_predict_layers": 1}
+    source = make_checkpoint(own | shared | rest, config)
+    done = convert(source, "w4afp8", mtp="draft")
+    whole = convert(source, "w4afp8").tensors
+    expected = {
+        name.replace(layer, "model.layers.0"): tensor
+        for name, tensor in whole.items()
+        if name.startswith(layer) and name not in shared
+    }
+    assert set(done.tensors) == set(expected)
+    assert all(torch.equal(done.tensors[n].view(torch.uint8), t.view(torch.uint8)) for n, t in expected.items())
+    assert "model.layers.0.mlp.experts.0.w3.input_scale" in done.tensors
+    assert done.plan.config["architectures"] == ["DeepseekV3ForCausalLMNextN"]
+    assert done.plan.config["num_hidden_layers"] == 1
+    assert done.plan.config["num_nextn_predict_layers"] == 1
+    assert done.plan.config["quantization_config"]["modules_to_not_convert"] == ["model.layers.0.eh_proj"]
+    assert {done.plan.fates[name].kind for name in (*shared, *rest)} == {"dropped"}
+    without = make_checkpoint(rest, config)
+    assert "needs exactly one layer behind the last regular one" in str(plan(without, "int8", mtp="draft").rejects)

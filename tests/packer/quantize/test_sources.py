@@ -241,6 +241,7 @@ def test_excluded_fp8_layer_keeps_bytes_scales_and_names(
     listed = block["ignore"] if scheme == "int8" else block["modules_to_not_convert"]
     still_described = scheme == "block-fp8" and name == "weight_scale_inv"
     assert (MODULE in listed) is not still_described
+    assert any("keeps its block 128x128 FP8" in note for note in done.plan.notes) is not still_described
 
 
 def test_w4afp8_compressed_tensors_dequantizes_other_linears(make_checkpoint: Make, convert: Make) -> None:
