@@ -57,10 +57,11 @@ what_options = stacked(
 @output_argument
 @what_options
 @run_options
+@click.option("--device", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True, help="Who computes.")
 @click.option("--dry-run", is_flag=True, help="Print what would be done, and stop.")
 @json_option
 @debug_option
-def quantize_model(source: str, output: Path, dry_run: bool, as_json: bool, **options: Any) -> None:
+def quantize_model(source: str, output: Path, device: str, dry_run: bool, as_json: bool, **options: Any) -> None:
     """Convert the checkpoint SOURCE (a directory, a .safetensors file or a hub id) and write it to OUTPUT.
 
     PATTERN is a dotted path, a part of one, a glob, or re:REGEX.
@@ -71,20 +72,25 @@ def quantize_model(source: str, output: Path, dry_run: bool, as_json: bool, **op
     from tilewright.packer.pipeline import execute
     from tilewright.packer.progress import Silent, progress_on
     from tilewright.packer.quantize import plan_quantize
+    from tilewright.packer.requantized import measure
     from tilewright.packer.summary import summarize
 
     running = Options(**{name: options.pop(name) for name in Options.__dataclass_fields__})
     request = _request(options)
     checkpoint = open_checkpoint(source, consumed=kept_headers(output) if running.resume else None)
-    plan = plan_quantize(checkpoint, request)
+    plan = plan_quantize(checkpoint, request, _device(device))
     for note in (*checkpoint.notes, *plan.notes):
         say(f"note: {note}")
     job = prepare(plan, checkpoint, output, running)
     summary = summarize(plan, checkpoint, job)
     if not dry_run:
         execute(plan, checkpoint, output, running, Silent() if as_json else progress_on())
+    loss = None if dry_run or running.consume else measure(checkpoint, open_checkpoint(output))
+    if loss:
+        say(f"note: {loss}")
     if as_json:
-        print_json(summary.document() | {"output": str(output), "dry_run": dry_run})
+        document = summary.document() | {"output": str(output), "dry_run": dry_run}
+        print_json(document | {"second_quantization": vars(loss) if loss else None})
     elif dry_run:
         click.echo(summary.table())
     else:
@@ -96,3 +102,15 @@ def _request(options: dict[str, Any]) -> Any:
 
     group = options.pop("group_size")
     return QuantizeOptions(group_size=int(group) if group else None, **options)
+
+
+def _device(name: str) -> str:
+    import torch
+
+    from tilewright.kernels.errors import TilewrightError
+
+    if name == "cuda" and not torch.cuda.is_available():
+        raise TilewrightError(
+            "--device cuda: torch finds no CUDA device", hint="leave --device out to compute on the CPU"
+        )
+    return name

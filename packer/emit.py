@@ -28,6 +28,7 @@ class Emitter:
         specs: Specification of every source tensor.
         solver: Id of the solver.
         naming: Names of the output.
+        device: Where the arithmetic is done.
         tensors: Output tensors so far.
         tasks: Tasks so far.
         fates: Fates so far.
@@ -37,6 +38,7 @@ class Emitter:
     specs: Mapping[str, TensorSpec]
     solver: str
     naming: Naming
+    device: str = "cpu"
     tensors: dict[str, TensorSpec] = field(default_factory=dict)
     tasks: list[Task] = field(default_factory=list)
     fates: dict[str, Fate] = field(default_factory=dict)
@@ -61,7 +63,14 @@ class Emitter:
         weight, index = decision.weight, decision.index
         assert weight
         step = QuantizeStep(
-            weight.reader, decision.parts, self.solver, self._columns(decision), weight.tensors, index, weight.keeps
+            reader=weight.reader,
+            parts=decision.parts,
+            solver=self.solver,
+            k=self._columns(decision),
+            names=weight.tensors,
+            index=index,
+            keeps=weight.keeps,
+            device=self.device,
         )
         outputs: dict[str, TensorSpec] = {}
         for part in decision.parts:

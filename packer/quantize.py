@@ -21,12 +21,13 @@ from .unquantized import foreign_weights, fused_groups_apart, unquantized_module
 STALE_FILES = ("hf_quant_config.json", "quant_cfg.json")  # describe the source's quantization
 
 
-def plan_quantize(checkpoint: Checkpoint, options: QuantizeOptions) -> Plan:
+def plan_quantize(checkpoint: Checkpoint, options: QuantizeOptions, device: str = "cpu") -> Plan:
     """Decide everything about a conversion; no weight byte is read.
 
     Args:
         checkpoint: The opened source.
         options: The request.
+        device: Where the arithmetic will be done; changes no byte.
 
     Returns:
         A complete plan. Refusals are collected in it, not raised.
@@ -40,7 +41,7 @@ def plan_quantize(checkpoint: Checkpoint, options: QuantizeOptions) -> Plan:
     if options.mtp == "draft":
         decider.naming = Naming(draft_layer(decider.mtp))
     decisions = decider.decide(inventory, specs)
-    emitter = Emitter(specs, chosen["solver"], decider.naming)
+    emitter = Emitter(specs, chosen["solver"], decider.naming, device)
     emitter.emit(decisions)
     written = Written(tuple(unquantized_modules(decisions, specs, form, decider.naming)), chosen["group_size"])
     quantized = [(part.module, decision.role == "expert") for decision in decisions for part in decision.quantized]

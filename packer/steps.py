@@ -34,6 +34,7 @@ def quantize_matrix(
     fmt: WeightFormat,
     solver: Solver,
     scale_dtype: torch.dtype,
+    device: str = "cpu",
 ) -> QTensor:
     """Quantize a matrix strip by strip, so that only one strip is ever in fp32.
 
@@ -43,6 +44,7 @@ def quantize_matrix(
         fmt: Weight format; a 16-bit one just rounds.
         solver: Chooses the scales.
         scale_dtype: Scales are representable in this dtype.
+        device: Where the arithmetic is done; the numbers are the same everywhere.
 
     Raises:
         NotFiniteError: A value is NaN or infinite.
@@ -53,7 +55,7 @@ def quantize_matrix(
     codes = torch.empty(n, k, dtype=fmt.code_dtype)
     scales = torch.empty(fmt.scale_rows(n), fmt.scale_columns(k)) if fmt.has_scales else None
     for start in range(0, n, height):
-        strip = read(start, min(start + height, n))
+        strip = read(start, min(start + height, n)).to(device)
         strip = strip if strip.stride(1) == 1 else strip.contiguous()  # once, not in every operator
         stop = start + len(strip)
         amax = block_amax(strip, fmt) if fmt.has_scales else strip.abs().amax()
@@ -113,6 +115,7 @@ class QuantizeStep:
         names: Names of the source tensors, for messages.
         index: Expert, or None.
         keeps: Weight formats that the source already has, whose codes are taken over as they are.
+        device: Where the arithmetic is done.
     """
 
     reader: Reader
@@ -122,6 +125,7 @@ class QuantizeStep:
     names: tuple[str, ...]
     index: int | None = None
     keeps: tuple[str, ...] = ()
+    device: str = "cpu"
 
     def run(self, sources: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Turn the source's tensors into the output tensors, by name.
@@ -151,7 +155,8 @@ class QuantizeStep:
             return self.reader.rows(sources, slice(first + start * step, first + stop * step, step))
 
         try:
-            return quantize_matrix(read, (part.count, self.k), fmt, SOLVERS[self.solver], target.scale_dtype)
+            solver = SOLVERS[self.solver]
+            return quantize_matrix(read, (part.count, self.k), fmt, solver, target.scale_dtype, self.device)
         except NotFiniteError as error:
             raise self._refusal(sources, part, error) from None
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 import pytest
+import torch
 
 from tilewright.cli import quantize_model
 from tilewright.cli.main import COMMANDS, load, run
@@ -97,3 +98,23 @@ def test_sizes() -> None:
     for wrong in ("", "-1", "0", "5XB", "GB"):
         with pytest.raises(click.BadParameter):
             SIZE.convert(wrong, None, None)
+
+
+def test_a_second_int4_quantization_is_measured(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    first, second = tmp_path / "g32", tmp_path / "w4afp8"
+    assert leave([str(MODEL), str(first), "--scheme", "int4", "--group-size", "32"]) == 0
+    capfd.readouterr()
+    assert leave([str(first), str(second), "--scheme", "w4afp8", "--json"]) == 0
+    output = capfd.readouterr()
+    loss = json.loads(output.out)["second_quantization"]
+    assert loss["count"] == 96  # every expert; the other Linears become FP8
+    assert 0.02 < loss["mean"] <= loss["largest"] < 0.2
+    assert "int4 quantized a second time: relative error 0." in output.err
+    assert leave([str(MODEL), str(tmp_path / "once"), "--scheme", "int4", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["second_quantization"] is None
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_an_absent_device_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert leave([str(MODEL), str(tmp_path / "out"), "--scheme", "int8", "--device", "cuda"]) == 1
+    assert "torch finds no CUDA device" in capfd.readouterr().err

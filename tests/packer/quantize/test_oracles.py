@@ -117,3 +117,12 @@ def test_transformers_runs_dense_int8(family: str, tmp_path: Path) -> None:
     done = open_checkpoint(output)
     bias = "model.layers.0.self_attn.q_proj.bias"
     assert family == "llama" or torch.equal(done.tensor(Source(bias)), source.tensor(Source(bias)))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("scheme", ["block-fp8", "int8", "int4", "w4afp8"])
+def test_a_gpu_gives_the_same_bytes(scheme: str, tmp_path: Path) -> None:
+    source = open_checkpoint(EXAMPLES / "tiny-qwen3-moe")
+    for device in ("cpu", "cuda"):
+        execute(plan_quantize(source, QuantizeOptions(scheme), device), source, tmp_path / device)
+    assert (tmp_path / "cpu/manifest.json").read_bytes() == (tmp_path / "cuda/manifest.json").read_bytes()
