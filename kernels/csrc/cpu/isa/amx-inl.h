@@ -27,6 +27,8 @@ class AmxIsa : public Panels {
   // A tile row of activations is 64 bytes; 32 where a group of int4 weights is no longer than that.
   static int64_t span(Kind kind, int64_t group) { return kind == Kind::int4_int8 && group == 32 ? 8 : 16; }
 
+  static bool needs_panel(int64_t) { return true; }
+
   explicit AmxIsa(const Linear* p) : p_(p) {}
   ~AmxIsa() {
     if (configured_) tiles_.release();

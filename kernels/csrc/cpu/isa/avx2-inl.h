@@ -7,110 +7,7 @@
 
 namespace {
 
-struct Avx2Panels {
-  // 8 columns of bf16 pairs -> the even and the odd k, as fp32
-  static void split(__m256i pairs, float* even, float* odd) {
-    _mm256_storeu_ps(even, _mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)));
-    _mm256_storeu_ps(odd, _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(int(0xffff0000)))));
-  }
-
-  static const uint8_t* bf16_panel(const uint8_t* from, int64_t columns, uint8_t* panel) {
-    float* out = reinterpret_cast<float*>(panel);
-    for (int64_t p = 0; p < columns / 2; ++p, from += 128, out += 2 * kBlockN)
-      for (int v = 0; v < 4; ++v)
-        split(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from) + v), out + v * 8, out + kBlockN + v * 8);
-    return panel;
-  }
-
-  // 32 e4m3fn codes, 16 columns of two k -> bf16 pairs of columns 0-7 and 8-15
-  static void decode_fp8(__m256i codes, __m256i* first, __m256i* second) {
-    const __m256i low_nibble = _mm256_set1_epi8(0x0f);
-    const __m256i x = _mm256_permute4x64_epi64(codes, 0xd8);  // so that the unpacking below leaves columns in order
-    const __m256i exponent = _mm256_and_si256(_mm256_srli_epi16(x, 3), low_nibble);
-    const __m256i fraction = _mm256_and_si256(x, _mm256_set1_epi8(7));
-    // high byte (120 + exponent) / 2, low byte (exponent % 2) * 128 + fraction * 16; subnormals by table, i * 2^-9
-    const __m256i subnormal = _mm256_cmpeq_epi8(exponent, _mm256_setzero_si256());
-    __m256i high =
-        _mm256_add_epi8(_mm256_and_si256(_mm256_srli_epi16(exponent, 1), low_nibble), _mm256_set1_epi8(0x3c));
-    __m256i low = _mm256_and_si256(_mm256_slli_epi16(x, 4), _mm256_set1_epi8(char(0xf0)));
-    high = _mm256_blendv_epi8(high, _mm256_shuffle_epi8(table(0x3c3c3c3c3b3b3b00), fraction), subnormal);
-    low = _mm256_blendv_epi8(low, _mm256_shuffle_epi8(table(0x60402000c0800000), fraction), subnormal);
-    const __m256i magnitude = _mm256_and_si256(x, _mm256_set1_epi8(0x7f));
-    const __m256i nan = _mm256_and_si256(_mm256_cmpeq_epi8(magnitude, _mm256_set1_epi8(0x7f)), _mm256_set1_epi8(0x7f));
-    high = _mm256_or_si256(high, _mm256_or_si256(nan, _mm256_andnot_si256(_mm256_set1_epi8(0x7f), x)));
-    *first = _mm256_unpacklo_epi8(low, high);
-    *second = _mm256_unpackhi_epi8(low, high);
-  }
-
-  // Eight bytes for _mm256_shuffle_epi8, the first one lowest.
-  static __m256i table(uint64_t bytes) { return _mm256_set1_epi64x(int64_t(bytes)); }
-
-  static const uint8_t* fp8_panel(const uint8_t* from, int64_t columns, uint8_t* panel) {
-    float* out = reinterpret_cast<float*>(panel);
-    for (int64_t p = 0; p < columns / 2; ++p, from += 64, out += 2 * kBlockN)
-      for (int half = 0; half < 2; ++half) {
-        __m256i first, second;
-        decode_fp8(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from) + half), &first, &second);
-        split(first, out + half * 16, out + kBlockN + half * 16);
-        split(second, out + half * 16 + 8, out + kBlockN + half * 16 + 8);
-      }
-    return panel;
-  }
-
-  // Codes of one quad of k: columns 0-7, 8-15, 16-23, 24-31, four bytes each.
-  static void nibbles(const uint8_t* from, __m256i (&codes)[4]) {
-    const __m256i mask = _mm256_set1_epi8(0x0f);
-    for (int half = 0; half < 2; ++half) {
-      const __m256i x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from) + half);
-      codes[2 * half] = _mm256_and_si256(x, mask);
-      codes[2 * half + 1] = _mm256_and_si256(_mm256_srli_epi16(x, 4), mask);
-    }
-  }
-
-  static const uint8_t* int4_bf16_panel(const uint8_t* from, int64_t columns, const int8_t* zeros, uint8_t* panel) {
-    float* out = reinterpret_cast<float*>(panel);
-    for (int64_t q = 0; q < columns / 4; ++q, from += 64, out += 4 * kBlockN) {
-      __m256i codes[4];
-      nibbles(from, codes);
-      for (int v = 0; v < 4; ++v) {
-        const __m256i zero = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(zeros + v * 8)));
-        for (int i = 0; i < 4; ++i) {
-          const __m256i code = _mm256_and_si256(_mm256_srli_epi32(codes[v], 8 * i), _mm256_set1_epi32(15));
-          _mm256_storeu_ps(out + i * kBlockN + v * 8, _mm256_cvtepi32_ps(_mm256_sub_epi32(code, zero)));
-        }
-      }
-    }
-    return panel;
-  }
-
-  static const uint8_t* int8_panel(const uint8_t* from, int64_t, uint8_t*) { return from; }
-
-  static const uint8_t* int4_panel(const uint8_t* from, int64_t columns, uint8_t* panel) {
-    for (int64_t q = 0; q < columns / 4; ++q) {
-      __m256i codes[4];
-      nibbles(from + q * 64, codes);
-      for (int v = 0; v < 4; ++v) _mm256_storeu_si256(reinterpret_cast<__m256i*>(panel + q * 128) + v, codes[v]);
-    }
-    return panel;
-  }
-
-  static void halves_to_floats(const uint16_t* from, float* to, int64_t count) {
-    int64_t i = 0;
-    for (; i + 8 <= count; i += 8)
-      _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
-    for (; i < count; ++i) to[i] = half_to_float(from[i]);
-  }
-
-  static void floats_to_halves(const float* from, uint16_t* to, int64_t count) {
-    int64_t i = 0;
-    for (; i + 8 <= count; i += 8)
-      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
-                       _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
-    for (; i < count; ++i) to[i] = float_to_half(from[i]);
-  }
-};
-
-struct Avx2 : Avx2Panels {
+struct Avx2 {
   using F = __m256;
   using N = __m256i;
   struct Pair {
@@ -120,7 +17,7 @@ struct Avx2 : Avx2Panels {
   using Quad = __m256i;
 
   static constexpr int kLanes = 8, kFloatRows = 6, kIntRows = 4;  // x 2 vectors: 12 sums, 2 weights, 1 activation
-  static constexpr bool kFloatUnits = true;
+  static constexpr bool kFloatUnits = true, kDecodes = true;
   static constexpr Blocking kBlocking{.bf16_chunk = 128, .int8_chunk = 2048, .task_rows = 96, .task_blocks = 8};
   static constexpr int vectors(int rows) { return rows <= 2 ? 4 : 2; }
 
@@ -167,6 +64,137 @@ struct Avx2 : Avx2Panels {
     return _mm256_add_epi32(acc, _mm256_madd_epi16(_mm256_maddubs_epi16(w, a), _mm256_set1_epi16(1)));
   }
 #endif
+
+  // 8 columns of bf16 pairs
+  static Pair split(__m256i pairs) {
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(pairs, 16)),
+            _mm256_castsi256_ps(_mm256_and_si256(pairs, _mm256_set1_epi32(int(0xffff0000))))};
+  }
+
+  template <int S>
+  struct Bf16Pairs {
+    const uint8_t* weights;
+    Bf16Pairs(const Chunk& c, int first) : weights(c.weights + first * 32) {}
+    void load(int64_t pair, Pair (&w)[S]) const {
+      for (int v = 0; v < S; ++v) w[v] = split(load_quad(weights + pair * 128 + v * 32));
+    }
+    void finish() const {}
+  };
+
+  // An e4m3fn code shifted to the fields of fp16 is its value * 2^-8 (scale_weights makes up for that), subnormals too.
+  // NaN is not: a column that has one gets a NaN for its scale.
+  template <int S>
+  struct Fp8Pairs {
+    const uint8_t* weights;
+    float* scale;
+    __m256i top[S / 2];
+    Fp8Pairs(const Chunk& c, int first) : weights(c.weights + first * 16), scale(c.scale + first * 8), top{} {}
+    void load(int64_t pair, Pair (&w)[S]) {
+      for (int v = 0; v < S; v += 2) {
+        const __m256i x = load_quad(weights + pair * 64 + v * 16);  // 16 columns of two k
+        top[v / 2] = _mm256_max_epu8(top[v / 2], _mm256_and_si256(x, _mm256_set1_epi8(0x7f)));
+        const __m256i even = half(_mm256_slli_epi16(x, 8)), odd = half(x);
+        w[v] = {_mm256_cvtph_ps(_mm256_castsi256_si128(even)), _mm256_cvtph_ps(_mm256_castsi256_si128(odd))};
+        w[v + 1] = {_mm256_cvtph_ps(_mm256_extracti128_si256(even, 1)),
+                    _mm256_cvtph_ps(_mm256_extracti128_si256(odd, 1))};
+      }
+    }
+    // sign and magnitude of the upper byte -> sign, one zero, magnitude, zeros
+    static __m256i half(__m256i x) {
+      return _mm256_and_si256(_mm256_srai_epi16(x, 1), _mm256_set1_epi16(short(0xbf80)));
+    }
+    void finish() const {
+      for (int v = 0; v < S; v += 2) {
+        const uint32_t nan = uint32_t(_mm256_movemask_epi8(_mm256_cmpeq_epi8(top[v / 2], _mm256_set1_epi8(0x7f))));
+        for (int i = 0; nan && i < 16; ++i)
+          if (nan >> (2 * i) & 3) scale[v * 8 + i] = __builtin_nanf("");
+      }
+    }
+  };
+
+  // 8 columns of four codes from `bytes` on (16 columns are 32 bytes, the later 8 in the high nibbles)
+  static __m256i codes(const uint8_t* bytes, bool high) {
+    const __m256i x = load_quad(bytes);
+    return _mm256_and_si256(high ? _mm256_srli_epi16(x, 4) : x, _mm256_set1_epi8(0x0f));
+  }
+
+  template <int S>
+  struct Int4Quads {
+    const uint8_t* weights;
+    Int4Quads(const Chunk& c, int first) : weights(c.weights + first * 16) {}
+    void load(int64_t quad, Quad (&w)[S]) const {
+      for (int v = 0; v < S; ++v) w[v] = codes(weights + quad * 64 + v / 2 * 32, v % 2);
+    }
+  };
+
+  template <int S>
+  struct Int4Pairs {
+    const uint8_t* weights;
+    __m256i zero[S];
+    Int4Pairs(const Chunk& c, int first) : weights(c.weights + first * 16) {
+      for (int v = 0; v < S; ++v) zero[v] = load_zeros(c.zeros + (first + v) * 8);
+    }
+    void load(int64_t pair, Pair (&w)[S]) const {
+      const __m128i shift = _mm_cvtsi32_si128(int(pair % 2) * 16);
+      for (int v = 0; v < S; ++v) {
+        const __m256i x = _mm256_srl_epi32(codes(weights + pair / 2 * 64 + v / 2 * 32, v % 2), shift);
+        const __m256i even = _mm256_and_si256(x, _mm256_set1_epi32(15));
+        const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(x, 8), _mm256_set1_epi32(15));
+        w[v] = {to_float(_mm256_sub_epi32(even, zero[v])), to_float(_mm256_sub_epi32(odd, zero[v]))};
+      }
+    }
+    void finish() const {}
+  };
+
+  static void scale_weights(Kind kind, Chunk& c) {
+    if (kind == Kind::fp8)
+      for (int i = 0; i < kBlockN; ++i) c.scale[i] *= 256;
+  }
+
+  template <template <int> class Source>
+  static const uint8_t* decode_pairs(const Chunk& c, uint8_t* out) {
+    Source<4> source(c, 0);
+    float* at = reinterpret_cast<float*>(out);
+    for (int64_t p = 0; p < c.columns / 2; ++p, at += 2 * kBlockN) {
+      Pair w[4];
+      source.load(p, w);
+      for (int v = 0; v < 4; ++v) {
+        store(at + v * kLanes, w[v].even);
+        store(at + kBlockN + v * kLanes, w[v].odd);
+      }
+    }
+    source.finish();
+    return out;
+  }
+
+  static const uint8_t* panel(Kind kind, const Chunk& c, uint8_t* out) {
+    if (kind == Kind::int8) return c.weights;
+    if (kind == Kind::bf16) return decode_pairs<Bf16Pairs>(c, out);
+    if (kind == Kind::fp8) return decode_pairs<Fp8Pairs>(c, out);
+    if (kind == Kind::int4_bf16) return decode_pairs<Int4Pairs>(c, out);
+    const Int4Quads<4> source(c, 0);
+    for (int64_t q = 0; q < c.columns / 4; ++q) {
+      Quad w[4];
+      source.load(q, w);
+      for (int v = 0; v < 4; ++v) store_int(reinterpret_cast<int32_t*>(out + q * 128) + v * kLanes, w[v]);
+    }
+    return out;
+  }
+
+  static void halves_to_floats(const uint16_t* from, float* to, int64_t count) {
+    int64_t i = 0;
+    for (; i + 8 <= count; i += 8)
+      _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+    for (; i < count; ++i) to[i] = half_to_float(from[i]);
+  }
+
+  static void floats_to_halves(const float* from, uint16_t* to, int64_t count) {
+    int64_t i = 0;
+    for (; i + 8 <= count; i += 8)
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
+                       _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+    for (; i < count; ++i) to[i] = float_to_half(from[i]);
+  }
 };
 
 }  // namespace

@@ -22,65 +22,67 @@ constexpr Fp8Tables fp8_tables() {
 constexpr Fp8Tables kFp8 = fp8_tables();
 
 struct Avx512Panels {
-  static const uint8_t* bf16_panel(const uint8_t* from, int64_t, uint8_t*) { return from; }
-  static const uint8_t* int8_panel(const uint8_t* from, int64_t, uint8_t*) { return from; }
+  static void scale_weights(Kind, Chunk&) {}
 
-  static const uint8_t* fp8_panel(const uint8_t* from, int64_t columns, uint8_t* panel) {
+  // 64 e4m3fn codes, 32 columns of two k -> bf16 pairs of columns 0-15 and 16-31
+  static void decode_fp8(__m512i codes, __m512i (&pairs)[2]) {
     const __m512i low0 = _mm512_load_si512(kFp8.low), low1 = _mm512_load_si512(kFp8.low + 64);
     const __m512i high0 = _mm512_load_si512(kFp8.high), high1 = _mm512_load_si512(kFp8.high + 64);
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // so that unpacking leaves columns in order
-    const __m512i sign = _mm512_set1_epi8(char(0x80));
-    for (int64_t p = 0; p < columns / 2; ++p) {
-      const __m512i x = _mm512_permutexvar_epi64(order, _mm512_loadu_si512(from + p * 64));
-      const __m512i low = _mm512_permutex2var_epi8(low0, x, low1);
-      const __m512i high = _mm512_ternarylogic_epi32(_mm512_permutex2var_epi8(high0, x, high1), x, sign, 0xf8);
-      _mm512_storeu_si512(panel + p * 128, _mm512_unpacklo_epi8(low, high));
-      _mm512_storeu_si512(panel + p * 128 + 64, _mm512_unpackhi_epi8(low, high));
-    }
-    return panel;
+    const __m512i x = _mm512_permutexvar_epi64(order, codes), sign = _mm512_set1_epi8(char(0x80));
+    const __m512i low = _mm512_permutex2var_epi8(low0, x, low1);
+    const __m512i high = _mm512_ternarylogic_epi32(_mm512_permutex2var_epi8(high0, x, high1), x, sign, 0xf8);
+    pairs[0] = _mm512_unpacklo_epi8(low, high);
+    pairs[1] = _mm512_unpackhi_epi8(low, high);
   }
 
   // Codes of one quad of k: columns 0-15 and 16-31, four bytes each.
-  static void nibbles(const uint8_t* from, __m512i* first, __m512i* second) {
+  static void nibbles(const uint8_t* from, __m512i (&codes)[2]) {
     const __m512i mask = _mm512_set1_epi8(0x0f), x = _mm512_loadu_si512(from);
     const __m512i low = _mm512_and_si512(x, mask), high = _mm512_and_si512(_mm512_srli_epi16(x, 4), mask);
-    *first = _mm512_shuffle_i64x2(low, high, 0x44);
-    *second = _mm512_shuffle_i64x2(low, high, 0xee);
+    codes[0] = _mm512_shuffle_i64x2(low, high, 0x44);
+    codes[1] = _mm512_shuffle_i64x2(low, high, 0xee);
   }
 
-  static const uint8_t* int4_panel(const uint8_t* from, int64_t columns, uint8_t* panel) {
-    for (int64_t q = 0; q < columns / 4; ++q) {
-      __m512i first, second;
-      nibbles(from + q * 64, &first, &second);
-      _mm512_storeu_si512(panel + q * 128, first);
-      _mm512_storeu_si512(panel + q * 128 + 64, second);
-    }
-    return panel;
-  }
-
-  // Two of the four codes in every lane, from bit `shift` on, less the zero point, as a bf16 pair (exact).
-  static __m512i bf16_pairs(__m512i codes, int shift, __m512i zero) {
+  // Codes 2 * pair and 2 * pair + 1 of every lane, less the zero point, as a bf16 pair (exact).
+  static __m512i bf16_pairs(__m512i codes, int pair, __m512i zero) {
     const __m512i mask = _mm512_set1_epi32(15);
-    const __m512i even = _mm512_and_si512(_mm512_srli_epi32(codes, shift), mask);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(codes, shift + 8), mask);
+    const __m512i even = _mm512_and_si512(_mm512_srlv_epi32(codes, _mm512_set1_epi32(pair * 16)), mask);
+    const __m512i odd = _mm512_and_si512(_mm512_srlv_epi32(codes, _mm512_set1_epi32(pair * 16 + 8)), mask);
     const __m512i low = _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_sub_epi32(even, zero)));
     const __m512i high = _mm512_castps_si512(_mm512_cvtepi32_ps(_mm512_sub_epi32(odd, zero)));
     return _mm512_or_si512(_mm512_srli_epi32(low, 16), high);
   }
 
-  static const uint8_t* int4_bf16_panel(const uint8_t* from, int64_t columns, const int8_t* zeros, uint8_t* panel) {
-    const __m128i* z = reinterpret_cast<const __m128i*>(zeros);
-    const __m512i zero0 = _mm512_cvtepi8_epi32(_mm_loadu_si128(z)),
-                  zero1 = _mm512_cvtepi8_epi32(_mm_loadu_si128(z + 1));
-    for (int64_t q = 0; q < columns / 4; ++q, panel += 256) {
-      __m512i first, second;
-      nibbles(from + q * 64, &first, &second);
-      for (int pair = 0; pair < 2; ++pair) {
-        _mm512_storeu_si512(panel + pair * 128, bf16_pairs(first, pair * 16, zero0));
-        _mm512_storeu_si512(panel + pair * 128 + 64, bf16_pairs(second, pair * 16, zero1));
+  static __m512i load_zeros(const int8_t* z) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(z)));
+  }
+
+  static const uint8_t* panel(Kind kind, const Chunk& c, uint8_t* out) {
+    if (kind == Kind::bf16 || kind == Kind::int8) return c.weights;
+    __m512i v[2];
+    const auto store = [&](int64_t at, __m512i first, __m512i second) {
+      _mm512_storeu_si512(out + at * 128, first);
+      _mm512_storeu_si512(out + at * 128 + 64, second);
+    };
+    if (kind == Kind::fp8) {
+      for (int64_t p = 0; p < c.columns / 2; ++p) {
+        decode_fp8(_mm512_loadu_si512(c.weights + p * 64), v);
+        store(p, v[0], v[1]);
+      }
+    } else if (kind == Kind::int4_int8) {
+      for (int64_t q = 0; q < c.columns / 4; ++q) {
+        nibbles(c.weights + q * 64, v);
+        store(q, v[0], v[1]);
+      }
+    } else {
+      const __m512i zero0 = load_zeros(c.zeros), zero1 = load_zeros(c.zeros + 16);
+      for (int64_t q = 0; q < c.columns / 4; ++q) {
+        nibbles(c.weights + q * 64, v);
+        for (int i = 0; i < 2; ++i) store(2 * q + i, bf16_pairs(v[0], i, zero0), bf16_pairs(v[1], i, zero1));
       }
     }
-    return panel - columns * 64;
+    return out;
   }
 
   static void halves_to_floats(const uint16_t* from, float* to, int64_t count) {

@@ -11,8 +11,8 @@ struct Avx512 : Avx512Panels {
   using PairActivation = __m512i;
   using Quad = __m512i;
 
-  static constexpr int kLanes = 16, kFloatRows = 12, kIntRows = 12;  // x 2 vectors: 24 sums, 2 weights, 1 activation
-  static constexpr bool kFloatUnits = false, kBiasedInt8 = true;
+  static constexpr int kLanes = 16, kFloatRows = 8, kIntRows = 8;  // x 2 vectors: 16 sums, 2 weights, activations
+  static constexpr bool kFloatUnits = false, kBiasedInt8 = true, kDecodes = true;
   static constexpr Blocking kBlocking{.bf16_chunk = 512, .int8_chunk = 1024, .task_rows = 192, .task_blocks = 8};
   static constexpr int vectors(int) { return 2; }
 
@@ -29,10 +29,6 @@ struct Avx512 : Avx512Panels {
   static N multiply_int(N a, N b) { return _mm512_mullo_epi32(a, b); }
   static F to_float(N n) { return _mm512_cvtepi32_ps(n); }
   static N broadcast(uint32_t u) { return _mm512_set1_epi32(int(u)); }
-  static N load_zeros(const int8_t* z) {
-    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(z)));
-  }
-
   static Pair load_pair(const uint8_t* panel, int64_t pair, int vector) {
     return _mm512_loadu_si512(panel + pair * 128 + vector * 64);
   }
@@ -45,6 +41,35 @@ struct Avx512 : Avx512Panels {
   static Quad load_quad(const uint8_t* p) { return _mm512_loadu_si512(p); }
   static N dot_s8(N acc, Quad w, N a) { return _mm512_dpbusd_epi32(acc, a, w); }
   static N dot_u4(N acc, Quad w, N a) { return _mm512_dpbusd_epi32(acc, w, a); }
+
+  template <int S>
+  using Bf16Pairs = Panel<Avx512>::Pairs<S>;  // never asked for: bf16 weights are their own panel
+
+  template <int S>
+  struct Fp8Pairs {
+    const uint8_t* weights;
+    Fp8Pairs(const Chunk& c, int) : weights(c.weights) {}
+    void load(int64_t pair, Pair (&w)[2]) const { decode_fp8(_mm512_loadu_si512(weights + pair * 64), w); }
+    void finish() const {}
+  };
+  template <int S>
+  struct Int4Pairs {
+    const uint8_t* weights;
+    __m512i zero0, zero1;
+    Int4Pairs(const Chunk& c, int)
+        : weights(c.weights), zero0(Avx512Panels::load_zeros(c.zeros)), zero1(Avx512Panels::load_zeros(c.zeros + 16)) {}
+    void load(int64_t pair, Pair (&w)[2]) const {
+      nibbles(weights + pair / 2 * 64, w);
+      for (int v = 0; v < 2; ++v) w[v] = bf16_pairs(w[v], int(pair % 2), v ? zero1 : zero0);
+    }
+    void finish() const {}
+  };
+  template <int S>
+  struct Int4Quads {
+    const uint8_t* weights;
+    Int4Quads(const Chunk& c, int) : weights(c.weights) {}
+    void load(int64_t quad, Quad (&w)[2]) const { nibbles(weights + quad * 64, w); }
+  };
 };
 
 }  // namespace

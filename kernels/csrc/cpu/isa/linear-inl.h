@@ -19,14 +19,15 @@ struct Blocking {
 
 // One chunk of one packed block, ready to be multiplied.
 struct Chunk {
-  const uint8_t* panel;  // the weights, in the form of the instruction set
-  int64_t columns;       // of K, a multiple of 32
-  int64_t unit;          // first 4-byte unit of each packed row of activations
-  bool first;            // no chunk came before: the sums are undefined
-  const float* scale;    // [32] or null (1)
-  const int8_t* zeros;   // [32], int4
-  const int32_t* sums;   // int4_int8: row_sums at this group; rows are k/group apart
-  void* sum;             // [rows of the task][32] fp32, or int32 for int8
+  const uint8_t* weights;  // as packed
+  const uint8_t* panel;    // in the form that the products read, or null where they decode themselves
+  int64_t columns;         // of K, a multiple of 32
+  int64_t unit;            // first 4-byte unit of each packed row of activations
+  bool first;              // no chunk came before: the sums are undefined
+  float* scale;            // [32] or null (1); a copy
+  const int8_t* zeros;     // [32], int4
+  const int32_t* sums;     // int4_int8: row_sums at this group; rows are k/group apart
+  void* sum;               // [rows of the task][32] fp32, or int32 for int8
 };
 
 inline int64_t row_bytes(const Linear* p) {  // of one packed row
@@ -75,39 +76,36 @@ inline Workspace workspace(const Linear* p, void* scratch) {
   return w;
 }
 
-// Fills in the weights and scales of the chunk at column k0 of a block.
+// The weights and scales of the chunk at column k0 of a block.
 template <class I>
-Chunk chunk_of(const Linear* p, int64_t block, int64_t k0, const Workspace& w) {
+Chunk chunk_of(const Linear* p, int64_t block, int64_t k0, bool panel, const Workspace& w) {
   const int64_t columns = smaller(p->chunk, p->padded_k - k0);
-  const uint8_t* from = block_weights(p, block);
+  const uint8_t* const from = block_weights(p, block);
   const bool narrow = p->stored_n - block * kBlockN < kBlockN;
   Chunk c{};
   c.columns = columns;
   c.first = k0 == 0;
   c.unit = has_int8_activations(p->kind) ? k0 / 4 : I::kFloatUnits ? k0 : k0 / 2;
   if (p->kind == Kind::bf16) {
-    from = narrow ? widen(from + k0 * 32, columns / 2, 2, w.wide) : from + k0 * kBlockN * 2;
-    c.panel = I::bf16_panel(from, columns, w.panel);
+    c.weights = narrow ? widen(from + k0 * 32, columns / 2, 2, w.wide) : from + k0 * kBlockN * 2;
   } else if (p->kind == Kind::fp8) {
-    from = narrow ? widen(from + k0 * 16, columns / 2, 1, w.wide) : from + k0 * kBlockN;
-    c.panel = I::fp8_panel(from, columns, w.panel);
-    const float s = p->scale[block * kBlockN / 128 * ceil_div(p->k, 128) + k0 / 128];
-    for (int i = 0; i < kBlockN; ++i) w.scale[i] = s;
+    c.weights = narrow ? widen(from + k0 * 16, columns / 2, 1, w.wide) : from + k0 * kBlockN;
     c.scale = w.scale;
+    const float scale = p->scale[block * kBlockN / 128 * ceil_div(p->k, 128) + k0 / 128];
+    for (int i = 0; i < kBlockN; ++i) c.scale[i] = scale;
   } else if (p->kind == Kind::int8) {
-    c.panel = I::int8_panel(from + k0 * kBlockN, columns, w.panel);
+    c.weights = from + k0 * kBlockN;
   } else {
     const int64_t groups = p->padded_k / p->group, g = k0 / p->group;
-    from += g * (p->group * 16 + 128);
-    c.scale = p->scale + (block * groups + g) * kBlockN;
+    c.weights = from + g * (p->group * 16 + 128);
+    c.scale = w.scale;
+    memcpy(c.scale, p->scale + (block * groups + g) * kBlockN, sizeof(float) * kBlockN);
     c.zeros = p->zeros + (block * groups + g) * kBlockN;
-    if (p->kind == Kind::int4_int8) {
-      c.panel = I::int4_panel(from, columns, w.panel);
-      c.sums = p->row_sums + g;
-    } else {
-      c.panel = I::int4_bf16_panel(from, columns, c.zeros, w.panel);
-    }
+    if (p->kind == Kind::int4_int8) c.sums = p->row_sums + g;
   }
+  I::scale_weights(p->kind, c);
+  const bool as_packed = p->kind == Kind::int8 || (p->kind == Kind::bf16 && !I::kFloatUnits);  // is its own panel
+  if (panel || as_packed) c.panel = I::panel(p->kind, c, w.panel);
   return c;
 }
 
@@ -168,7 +166,7 @@ void compute(const Linear* p, int64_t begin, int64_t end, void* scratch) {
     const size_t sum_bytes = size_t(p->task_rows) * kBlockN * 4;
     for (int64_t k0 = 0; k0 < p->padded_k; k0 += p->chunk)
       for (int64_t b = block_begin; b < block_end; ++b) {
-        Chunk c = chunk_of<I>(p, b, k0, w);
+        Chunk c = chunk_of<I>(p, b, k0, I::needs_panel(row_end - row_begin), w);
         c.sum = w.sums + size_t(b - block_begin) * sum_bytes;
         multiplier.multiply(c, row_begin, row_end);
       }

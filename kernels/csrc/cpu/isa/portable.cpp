@@ -16,7 +16,7 @@ struct Portable : ScalarPanels<Floats> {
   using PairActivation = Pair;
 
   static constexpr int kLanes = 4, kFloatRows = 4, kIntRows = 4;
-  static constexpr bool kFloatUnits = true, kBiasedInt8 = false;
+  static constexpr bool kFloatUnits = true, kBiasedInt8 = false, kDecodes = false;
   static constexpr Blocking kBlocking{.bf16_chunk = 128, .int8_chunk = 1024, .task_rows = 128, .task_blocks = 8};
   static constexpr int vectors(int) { return 2; }
 

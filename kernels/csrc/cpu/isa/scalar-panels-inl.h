@@ -24,34 +24,26 @@ inline int int4_code(const uint8_t* block, int64_t k, int64_t n) {
 
 template <class Form>
 struct ScalarPanels {
-  static const uint8_t* bf16_panel(const uint8_t* from, int64_t columns, uint8_t* panel) {
-    for (int64_t i = 0; i < columns * kBlockN; ++i) {
-      uint16_t value;
-      memcpy(&value, from + 2 * i, 2);
-      Form::put(panel, i / 64 * 2 + i % 2, i % 64 / 2, value);
-    }
-    return panel;
-  }
+  static void scale_weights(Kind, Chunk&) {}
 
-  static const uint8_t* fp8_panel(const uint8_t* from, int64_t columns, uint8_t* panel) {
-    for (int64_t i = 0; i < columns * kBlockN; ++i)
-      Form::put(panel, i / 64 * 2 + i % 2, i % 64 / 2, fp8_to_bf16(from[i]));
-    return panel;
-  }
-
-  static const uint8_t* int4_bf16_panel(const uint8_t* from, int64_t columns, const int8_t* zeros, uint8_t* panel) {
-    for (int64_t k = 0; k < columns; ++k)
-      for (int64_t n = 0; n < kBlockN; ++n)
-        Form::put(panel, k, n, float_to_bf16(float(int4_code(from, k, n) - zeros[n])));
-    return panel;
-  }
-
-  static const uint8_t* int8_panel(const uint8_t* from, int64_t, uint8_t*) { return from; }
-
-  static const uint8_t* int4_panel(const uint8_t* from, int64_t columns, uint8_t* panel) {
-    for (int64_t k = 0; k < columns; ++k)
-      for (int64_t n = 0; n < kBlockN; ++n) panel[(k / 4 * kBlockN + n) * 4 + k % 4] = uint8_t(int4_code(from, k, n));
-    return panel;
+  static const uint8_t* panel(Kind kind, const Chunk& c, uint8_t* out) {
+    if (kind == Kind::int8) return c.weights;
+    for (int64_t k = 0; k < c.columns; ++k)
+      for (int64_t n = 0; n < kBlockN; ++n) {
+        const int64_t element = (k / 2 * kBlockN + n) * 2 + k % 2;
+        if (kind == Kind::int4_int8) {
+          out[(k / 4 * kBlockN + n) * 4 + k % 4] = uint8_t(int4_code(c.weights, k, n));
+        } else if (kind == Kind::int4_bf16) {
+          Form::put(out, k, n, float_to_bf16(float(int4_code(c.weights, k, n) - c.zeros[n])));
+        } else if (kind == Kind::fp8) {
+          Form::put(out, k, n, fp8_to_bf16(c.weights[element]));
+        } else {
+          uint16_t value;
+          memcpy(&value, c.weights + 2 * element, 2);
+          Form::put(out, k, n, value);
+        }
+      }
+    return out;
   }
 
   static void halves_to_floats(const uint16_t* from, float* to, int64_t count) {

@@ -4,9 +4,53 @@
 //   Pair           weights of two k for kLanes columns;  Quad: weights of four k
 //   dot_pair       acc + w . a for one row, both k;      dot_s8, dot_u4: the same for four k, signed or 4-bit codes
 //   vectors(rows)  registers of columns for each row, when `rows` rows share the register file
+//   Bf16Pairs, Fp8Pairs, Int4Pairs, Int4Quads  sources of weights that decode in registers, see Panel*
 #include "linear-inl.h"
 
 namespace {
+
+// Calls f(0), ..., f(N - 1) with constants: a loop over registers must not be a loop when the compiler decides which
+// arrays become registers.
+template <int I>
+struct Index {
+  static constexpr int value = I;
+  constexpr operator int() const { return I; }
+};
+template <int N, int I = 0, class F>
+[[gnu::always_inline]] inline void each(const F& f) {
+  if constexpr (I < N) {
+    f(Index<I>{});
+    each<N, I + 1>(f);
+  }
+}
+#define TILEWRIGHT_EACH(i, n) each<n>([&](auto i) __attribute__((always_inline))
+
+// Up to so many rows are multiplied with weights decoded in registers; with more, decoding once into a panel is
+// cheaper. The values are the same, and so are the results.
+constexpr int kRowsWithoutPanel = 4;
+
+// Sources give the weights of S vectors of columns from vector `first` on, pair by pair or quad by quad of k.
+template <class V>
+struct Panel {
+  template <int S>
+  struct Pairs {
+    const uint8_t* panel;
+    int first;
+    Pairs(const Chunk& c, int first_vector) : panel(c.panel), first(first_vector) {}
+    void load(int64_t pair, typename V::Pair (&w)[S]) const {
+      for (int v = 0; v < S; ++v) w[v] = V::load_pair(panel, pair, first + v);
+    }
+    void finish() const {}
+  };
+  template <int S>
+  struct Quads {
+    const uint8_t* panel;
+    Quads(const Chunk& c, int first_vector) : panel(c.panel + first_vector * V::kLanes * 4) {}
+    void load(int64_t quad, typename V::Quad (&w)[S]) const {
+      for (int v = 0; v < S; ++v) w[v] = V::load_quad(panel + quad * kBlockN * 4 + v * V::kLanes * 4);
+    }
+  };
+};
 
 // Some rows of one group, and where their sums are.
 struct Rows {
@@ -15,52 +59,54 @@ struct Rows {
   int64_t first;      // row of x
 };
 
-template <class V, int R>
+template <class V, int R, template <int> class Source>
 inline void float_rows(const Chunk& c, const Rows& at) {
   constexpr int kVectors = V::vectors(R), kLanes = V::kLanes;
   float* const sum = static_cast<float*>(at.sum);
   for (int v0 = 0; v0 < kBlockN / kLanes; v0 += kVectors) {
     typename V::F acc[R][kVectors];
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < kVectors; ++v) acc[r][v] = V::zero();
+    TILEWRIGHT_EACH(r, R) { TILEWRIGHT_EACH(v, kVectors) { acc[r][v] = V::zero(); }); });
+    Source<kVectors> source(c, v0);
     for (int64_t p = 0; p < c.columns / 2; ++p) {
       typename V::Pair w[kVectors];
-      for (int v = 0; v < kVectors; ++v) w[v] = V::load_pair(c.panel, p, v0 + v);
-      for (int r = 0; r < R; ++r) {
+      source.load(p, w);
+      TILEWRIGHT_EACH(r, R) {
         const typename V::PairActivation a = V::template load_activation<R>(at.a, p, r);
-        for (int v = 0; v < kVectors; ++v) acc[r][v] = V::dot_pair(acc[r][v], w[v], a);
-      }
+        TILEWRIGHT_EACH(v, kVectors) { acc[r][v] = V::dot_pair(acc[r][v], w[v], a); });
+      });
     }
-    for (int v = 0; v < kVectors; ++v) {
+    source.finish();
+    TILEWRIGHT_EACH(v, kVectors) {
       const typename V::F scale = c.scale ? V::load(c.scale + (v0 + v) * kLanes) : V::zero();
-      for (int r = 0; r < R; ++r) {
+      TILEWRIGHT_EACH(r, R) {
         float* const s = sum + r * kBlockN + (v0 + v) * kLanes;
         const typename V::F part = c.scale ? V::multiply(acc[r][v], scale) : acc[r][v];
         V::store(s, V::add(c.first ? V::zero() : V::load(s), part));
-      }
-    }
+      });
+    });
   }
 }
 
-template <class V, int R, bool kInt4>
+template <class V, int R, template <int> class Source, bool kInt4>
 inline void int_rows(const Linear* p, const Chunk& c, const Rows& at) {
   constexpr int kVectors = V::vectors(R), kLanes = V::kLanes;
   for (int v0 = 0; v0 < kBlockN / kLanes; v0 += kVectors) {
     typename V::N acc[R][kVectors];
-    for (int r = 0; r < R; ++r)
-      for (int v = 0; v < kVectors; ++v) acc[r][v] = V::zero_int();
+    TILEWRIGHT_EACH(r, R) { TILEWRIGHT_EACH(v, kVectors) { acc[r][v] = V::zero_int(); }); });
+    const Source<kVectors> source(c, v0);
     for (int64_t q = 0; q < c.columns / 4; ++q) {
       typename V::Quad w[kVectors];
-      for (int v = 0; v < kVectors; ++v) w[v] = V::load_quad(c.panel + (q * kBlockN + (v0 + v) * kLanes) * 4);
-      for (int r = 0; r < R; ++r) {
+      source.load(q, w);
+      TILEWRIGHT_EACH(r, R) {
         const typename V::N a = V::broadcast(at.a[q * R + r]);
-        for (int v = 0; v < kVectors; ++v)
+        TILEWRIGHT_EACH(v, kVectors) {
           acc[r][v] = kInt4 ? V::dot_u4(acc[r][v], w[v], a) : V::dot_s8(acc[r][v], w[v], a);
-      }
+        });
+      });
     }
-    for (int v = 0; v < kVectors; ++v) {
+    TILEWRIGHT_EACH(v, kVectors) {
       const int column = (v0 + v) * kLanes;
-      for (int r = 0; r < R; ++r) {
+      TILEWRIGHT_EACH(r, R) {
         if constexpr (kInt4) {
           // float(sum a * (code - zero)) * scale, one group after the other
           float* const s = static_cast<float*>(at.sum) + r * kBlockN + column;
@@ -72,22 +118,42 @@ inline void int_rows(const Linear* p, const Chunk& c, const Rows& at) {
           int32_t* const s = static_cast<int32_t*>(at.sum) + r * kBlockN + column;
           V::store_int(s, V::add_int(c.first ? V::zero_int() : V::load_int(s), acc[r][v]));
         }
-      }
-    }
+      });
+    });
   }
+}
+
+template <class V, int R>
+inline void with_panel(const Linear* p, const Chunk& c, const Rows& at) {
+  if (p->kind == Kind::int8)
+    int_rows<V, R, Panel<V>::template Quads, false>(p, c, at);
+  else if (p->kind == Kind::int4_int8)
+    int_rows<V, R, Panel<V>::template Quads, true>(p, c, at);
+  else
+    float_rows<V, R, Panel<V>::template Pairs>(c, at);
+}
+
+template <class V, int R>
+inline void without_panel(const Linear* p, const Chunk& c, const Rows& at) {
+  if (p->kind == Kind::bf16)
+    float_rows<V, R, V::template Bf16Pairs>(c, at);
+  else if (p->kind == Kind::fp8)
+    float_rows<V, R, V::template Fp8Pairs>(c, at);
+  else if (p->kind == Kind::int4_bf16)
+    float_rows<V, R, V::template Int4Pairs>(c, at);
+  else
+    int_rows<V, R, V::template Int4Quads, true>(p, c, at);
 }
 
 template <class V, int R>
 inline void on_rows(int64_t rows, const Linear* p, const Chunk& c, const Rows& at) {
   if (rows != R) {
     if constexpr (R > 1) on_rows<V, R - 1>(rows, p, c, at);
-  } else if (p->kind == Kind::int8) {
-    int_rows<V, R, false>(p, c, at);
-  } else if (p->kind == Kind::int4_int8) {
-    int_rows<V, R, true>(p, c, at);
-  } else {
-    float_rows<V, R>(c, at);
+    return;
   }
+  if constexpr (V::kDecodes && R <= kRowsWithoutPanel)
+    if (!c.panel) return without_panel<V, R>(p, c, at);
+  with_panel<V, R>(p, c, at);
 }
 
 template <class V>
@@ -96,6 +162,7 @@ struct VectorIsa : V {
 
   explicit VectorIsa(const Linear* problem) : p(problem) {}
   static int64_t span(Kind, int64_t) { return 1; }
+  static bool needs_panel(int64_t rows) { return !V::kDecodes || rows > kRowsWithoutPanel; }
 
   void multiply(const Chunk& c, int64_t row_begin, int64_t row_end) const {
     for (int64_t r = row_begin; r < row_end; r += p->rows) {
