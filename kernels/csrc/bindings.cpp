@@ -7,6 +7,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
+#include <atomic>
 #include <optional>
 #include <string>
 #include <vector>
@@ -86,7 +87,8 @@ Tensor run(Linear& p, const Tensor& x) {
   p.y = y.mutable_data_ptr();
   p.threads = int32_t(torch::stable::get_num_threads());
   const Isa& isa = tilewright::isa();
-  isa.plan(&p);
+  const Blocking cut = blocking();
+  isa.plan(&p, &cut);
 
   const bool int8_rows = p.kind == Kind::int8 || p.kind == Kind::int4_int8;
   const int64_t sums = p.kind == Kind::int4_int8 ? p.m * (p.k / p.group) : 0;
@@ -97,16 +99,25 @@ Tensor run(Linear& p, const Tensor& x) {
   p.row_scale = reinterpret_cast<float*>(shared + activations);
   p.row_sums = reinterpret_cast<int32_t*>(shared + activations + round_up(p.m * 4, 64));
 
-  // A thread is worth its start for about 2^15 activations, or as many products of 2^20.
+  // A thread is worth its start for about 2^15 activations, or as many products of 2^16.
   const int64_t groups = (p.m + p.rows - 1) / p.rows, tasks = p.row_tasks * p.block_tasks;
   const int64_t group_grain = 1 + (int64_t(1) << 15) / (p.rows * p.k);
   const int64_t task_grain = 1 + (int64_t(1) << 16) / (std::min(p.m, p.task_rows) * p.task_blocks * kBlockN * p.k);
   torch::stable::parallel_for(0, groups, group_grain, [&](int64_t begin, int64_t end) {
     isa.prepare(&p, begin, end, scratch(Scratch::own, p.prepare_bytes));
   });
-  torch::stable::parallel_for(0, tasks, task_grain, [&](int64_t begin, int64_t end) {
-    isa.compute(&p, begin, end, scratch(Scratch::own, p.task_bytes));
-  });
+  if (p.streams) {
+    torch::stable::parallel_for(0, tasks, task_grain, [&](int64_t begin, int64_t end) {
+      isa.compute(&p, begin, end, scratch(Scratch::own, p.task_bytes));
+    });
+  } else {  // whoever is done takes the next task
+    std::atomic<int64_t> next{0};
+    torch::stable::parallel_for(0, std::min<int64_t>(p.threads, tasks), 1, [&](int64_t, int64_t) {
+      void* const own = scratch(Scratch::own, p.task_bytes);
+      for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;)
+        isa.compute(&p, task, task + 1, own);
+    });
+  }
   return y;
 }
 
@@ -188,6 +199,7 @@ STABLE_TORCH_LIBRARY(tilewright, m) {
   m.def("isa() -> str");
   m.def("isa_report() -> str");
   m.def("select_isa(str name) -> str");
+  m.def("select_blocking(int[] fields) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {
@@ -201,4 +213,5 @@ STABLE_TORCH_LIBRARY_IMPL(tilewright, CompositeExplicitAutograd, m) {
   m.impl("isa", TORCH_BOX(&tilewright::isa_name));
   m.impl("isa_report", TORCH_BOX(&tilewright::report));
   m.impl("select_isa", TORCH_BOX(&tilewright::select));
+  m.impl("select_blocking", TORCH_BOX(&tilewright::select_blocking));
 }

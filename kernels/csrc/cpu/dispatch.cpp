@@ -1,6 +1,8 @@
 #include "dispatch.h"
 
 #include <atomic>
+#include <iterator>
+#include <utility>
 
 #include "features.h"
 
@@ -35,6 +37,11 @@ std::atomic<const Isa*>& chosen() {
   return current;
 }
 
+std::vector<int64_t>& overrides() {
+  static std::vector<int64_t> fields;
+  return fields;
+}
+
 }  // namespace
 
 const Isa& isa() { return *chosen().load(std::memory_order_relaxed); }
@@ -55,6 +62,18 @@ std::string select(const std::string& name) {
   }
   return "there is no instruction set `" + name + "`; known are " + known;
 }
+
+Blocking blocking() {
+  Blocking b = *isa().blocking;
+  const std::vector<int64_t>& fields = overrides();
+  int64_t* const own[] = {&b.bf16_chunk, &b.int8_chunk,  &b.folds,   &b.streaming_bytes,
+                          &b.task_rows,  &b.task_blocks, &b.prefetch};
+  for (size_t i = 0; i < std::size(own) && i < fields.size(); ++i)
+    if (fields[i] >= 0) *own[i] = fields[i];
+  return b;
+}
+
+void select_blocking(std::vector<int64_t> fields) { overrides() = std::move(fields); }
 
 std::string report() {
   std::string lines;

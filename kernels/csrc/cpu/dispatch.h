@@ -1,6 +1,7 @@
 // Chooses the instruction set that the operators run on.
 #pragma once
 #include <string>
+#include <vector>
 
 #include "table.h"
 
@@ -12,6 +13,13 @@ const Isa& isa();
 // Chooses by name ("" is the best). Returns why that is impossible, or "" when done. An instruction set that this
 // machine lacks is refused: a name can only lower the choice.
 std::string select(const std::string& name);
+
+// How problems are cut: as the chosen instruction set does, but for what `select_blocking` was given.
+Blocking blocking();
+
+// For measurements: replaces the fields of Blocking, in their order; fields that are missing or negative keep the
+// instruction set's own value. Not to be called while operators run.
+void select_blocking(std::vector<int64_t> fields);
 
 // One line for each instruction set, best first: name, tab, why it cannot be used here (empty if it can), tab, note.
 std::string report();

@@ -39,11 +39,14 @@ struct Linear {
   int64_t rows;             // rows of one group of activations: packed together, computed together
   int64_t unit_span;        // consecutive 4-byte units of one row that lie side by side in the packed activations
   int64_t units;            // 4-byte units of one packed row of activations
-  int64_t chunk;            // columns of K accumulated before they are folded into the sum: by kind and k alone
+  int64_t fold;             // columns of K whose products are summed before scales apply and the sum takes them up
+  int64_t chunk;            // columns of K that are decoded together, a multiple of `fold`
   int64_t task_rows;        // rows of one task, a multiple of `rows`
   int64_t task_blocks;      // packed blocks of one task
   int64_t row_tasks;        //
   int64_t block_tasks;      // tasks = row_tasks * block_tasks, rows outermost
+  bool streams;             // weights are read once, in file order: threads should get runs of tasks
+  bool prefetch;            //
   size_t activation_bytes;  // size of `activations`
   size_t task_bytes;        // scratch of one thread for compute
   size_t prepare_bytes;     // scratch of one thread for prepare
@@ -53,10 +56,22 @@ struct Linear {
   int32_t* row_sums;        // [m, k/group], sums of int8 activations, int4_int8 only
 };
 
+// How problems are cut for the caches. No field changes a result, but for the order of bf16 sums by the chunks.
+struct Blocking {
+  int64_t bf16_chunk;       // columns: a panel of them stays in the first-level cache while the rows pass by
+  int64_t int8_chunk;       //
+  int64_t folds;            // folds of one chunk where scales apply to groups of columns
+  int64_t streaming_bytes;  // activations up to this size stay in the second-level cache whole: blocks go one by one
+  int64_t task_rows;        // otherwise a task has so many rows, a chunk of whose activations stays there
+  int64_t task_blocks;      // and so many blocks at most, which bounds its sums
+  int64_t prefetch;         // whether the products ask for the weights of the next chunk
+};
+
 // One instruction set. prepare and compute may run on several threads at once, for disjoint ranges.
 struct Isa {
   const char* name;
-  void (*plan)(Linear*);
+  const Blocking* blocking;
+  void (*plan)(Linear*, const Blocking*);
   void (*prepare)(const Linear*, int64_t group_begin, int64_t group_end, void* scratch);
   void (*compute)(const Linear*, int64_t task_begin, int64_t task_end, void* scratch);
 };

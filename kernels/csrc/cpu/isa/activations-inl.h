@@ -64,7 +64,7 @@ void prepare_row(const Linear* p, int64_t row, float* values, void* units) {
   int8_t* q = static_cast<int8_t*>(units);
   const bool biased = I::kBiasedInt8 && p->kind == Kind::int8;
   p->row_scale[row] = quantize_row(values, k, q, biased ? 0x80 : 0);
-  if (p->kind == Kind::int8) return;
+  if (p->kind == Kind::int8 || !I::kRowSums) return;
   for (int64_t g = 0, groups = p->padded_k / p->group; g < groups; ++g) {
     int32_t sum = 0;
     for (int64_t i = g * p->group; i < smaller(k, (g + 1) * p->group); ++i) sum += q[i];

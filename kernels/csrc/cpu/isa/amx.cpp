@@ -21,12 +21,8 @@ struct HardwareTiles {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride), "i"(D) : "memory");
   }
   template <int C, int A, int B>
-  void dot_s8s8() {
+  void dot_s8() {
     asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
-  }
-  template <int C, int A, int B>
-  void dot_s8u8() {
-    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
   }
   template <int C, int A, int B>
   void dot_bf16() {
@@ -34,7 +30,7 @@ struct HardwareTiles {
   }
 };
 
-using Amx = AmxIsa<HardwareTiles, Avx512Panels>;
+using Amx = AmxIsa<HardwareTiles, Avx512Panels<true>>;
 
 }  // namespace
 

@@ -17,8 +17,14 @@ struct Avx2 {
   using Quad = __m256i;
 
   static constexpr int kLanes = 8, kFloatRows = 6, kIntRows = 4;  // x 2 vectors: 12 sums, 2 weights, 1 activation
-  static constexpr bool kFloatUnits = true, kDecodes = true;
-  static constexpr Blocking kBlocking{.bf16_chunk = 128, .int8_chunk = 2048, .task_rows = 96, .task_blocks = 8};
+  static constexpr bool kFloatUnits = true, kDecodes = true, kRowSums = true;
+  static constexpr Blocking kBlocking{.bf16_chunk = 128,
+                                      .int8_chunk = 2048,
+                                      .folds = 1,
+                                      .streaming_bytes = 1 << 18,
+                                      .task_rows = 96,
+                                      .task_blocks = 8,
+                                      .prefetch = 0};
   static constexpr int vectors(int rows) { return rows <= 2 ? 4 : 2; }
 
   static F zero() { return _mm256_setzero_ps(); }
@@ -168,7 +174,6 @@ struct Avx2 {
   }
 
   static const uint8_t* panel(Kind kind, const Chunk& c, uint8_t* out) {
-    if (kind == Kind::int8) return c.weights;
     if (kind == Kind::bf16) return decode_pairs<Bf16Pairs>(c, out);
     if (kind == Kind::fp8) return decode_pairs<Fp8Pairs>(c, out);
     if (kind == Kind::int4_bf16) return decode_pairs<Int4Pairs>(c, out);

@@ -21,19 +21,21 @@ constexpr Fp8Tables fp8_tables() {
 
 constexpr Fp8Tables kFp8 = fp8_tables();
 
+// kSigned: zero points are taken off the int4 codes here, not from the products.
+template <bool kSigned>
 struct Avx512Panels {
   static void scale_weights(Kind, Chunk&) {}
 
   // 64 e4m3fn codes, 32 columns of two k -> bf16 pairs of columns 0-15 and 16-31
-  static void decode_fp8(__m512i codes, __m512i (&pairs)[2]) {
+  static void decode_fp8(__m512i codes, __m512i (&decoded)[2]) {
     const __m512i low0 = _mm512_load_si512(kFp8.low), low1 = _mm512_load_si512(kFp8.low + 64);
     const __m512i high0 = _mm512_load_si512(kFp8.high), high1 = _mm512_load_si512(kFp8.high + 64);
     const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // so that unpacking leaves columns in order
     const __m512i x = _mm512_permutexvar_epi64(order, codes), sign = _mm512_set1_epi8(char(0x80));
     const __m512i low = _mm512_permutex2var_epi8(low0, x, low1);
     const __m512i high = _mm512_ternarylogic_epi32(_mm512_permutex2var_epi8(high0, x, high1), x, sign, 0xf8);
-    pairs[0] = _mm512_unpacklo_epi8(low, high);
-    pairs[1] = _mm512_unpackhi_epi8(low, high);
+    decoded[0] = _mm512_unpacklo_epi8(low, high);
+    decoded[1] = _mm512_unpackhi_epi8(low, high);
   }
 
   // Codes of one quad of k: columns 0-15 and 16-31, four bytes each.
@@ -59,30 +61,50 @@ struct Avx512Panels {
   }
 
   static const uint8_t* panel(Kind kind, const Chunk& c, uint8_t* out) {
-    if (kind == Kind::bf16 || kind == Kind::int8) return c.weights;
-    __m512i v[2];
-    const auto store = [&](int64_t at, __m512i first, __m512i second) {
-      _mm512_storeu_si512(out + at * 128, first);
-      _mm512_storeu_si512(out + at * 128 + 64, second);
-    };
     if (kind == Kind::fp8) {
+      __m512i v[2];
       for (int64_t p = 0; p < c.columns / 2; ++p) {
         decode_fp8(_mm512_loadu_si512(c.weights + p * 64), v);
-        store(p, v[0], v[1]);
+        store(out, p, v[0], v[1]);
       }
-    } else if (kind == Kind::int4_int8) {
-      for (int64_t q = 0; q < c.columns / 4; ++q) {
-        nibbles(c.weights + q * 64, v);
-        store(q, v[0], v[1]);
-      }
-    } else {
-      const __m512i zero0 = load_zeros(c.zeros), zero1 = load_zeros(c.zeros + 16);
-      for (int64_t q = 0; q < c.columns / 4; ++q) {
-        nibbles(c.weights + q * 64, v);
-        for (int i = 0; i < 2; ++i) store(2 * q + i, bf16_pairs(v[0], i, zero0), bf16_pairs(v[1], i, zero1));
-      }
+      return out;
+    }
+    for (int64_t g = 0; g < c.folds; ++g) {
+      const uint8_t* from = c.weights + g * (c.fold * 16 + 128);
+      const int8_t* zeros = c.zeros + g * kBlockN;
+      if (kind == Kind::int4_int8)
+        quads(from, c.fold / 4, load_zeros(zeros), load_zeros(zeros + 16), out + g * c.fold * kBlockN);
+      else
+        pairs(from, c.fold / 4, load_zeros(zeros), load_zeros(zeros + 16), out + g * c.fold * kBlockN * 2);
     }
     return out;
+  }
+
+  static void store(uint8_t* out, int64_t at, __m512i first, __m512i second) {
+    _mm512_storeu_si512(out + at * 128, first);
+    _mm512_storeu_si512(out + at * 128 + 64, second);
+  }
+
+  static void quads(const uint8_t* from, int64_t count, __m512i zero0, __m512i zero1, uint8_t* out) {
+    const __m512i every_byte = _mm512_set1_epi32(0x01010101);
+    zero0 = _mm512_mullo_epi32(_mm512_and_si512(zero0, _mm512_set1_epi32(0xff)), every_byte);
+    zero1 = _mm512_mullo_epi32(_mm512_and_si512(zero1, _mm512_set1_epi32(0xff)), every_byte);
+    for (int64_t q = 0; q < count; ++q) {
+      __m512i v[2];
+      nibbles(from + q * 64, v);
+      if constexpr (kSigned)
+        store(out, q, _mm512_sub_epi8(v[0], zero0), _mm512_sub_epi8(v[1], zero1));
+      else
+        store(out, q, v[0], v[1]);
+    }
+  }
+
+  static void pairs(const uint8_t* from, int64_t count, __m512i zero0, __m512i zero1, uint8_t* out) {
+    for (int64_t q = 0; q < count; ++q) {
+      __m512i v[2];
+      nibbles(from + q * 64, v);
+      for (int i = 0; i < 2; ++i) store(out, 2 * q + i, bf16_pairs(v[0], i, zero0), bf16_pairs(v[1], i, zero1));
+    }
   }
 
   static void halves_to_floats(const uint16_t* from, float* to, int64_t count) {

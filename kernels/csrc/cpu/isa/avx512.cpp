@@ -4,7 +4,7 @@
 
 namespace {
 
-struct Avx512 : Avx512Panels {
+struct Avx512 : Avx512Panels<false> {
   using F = __m512;
   using N = __m512i;
   using Pair = __m512i;
@@ -12,8 +12,14 @@ struct Avx512 : Avx512Panels {
   using Quad = __m512i;
 
   static constexpr int kLanes = 16, kFloatRows = 8, kIntRows = 8;  // x 2 vectors: 16 sums, 2 weights, activations
-  static constexpr bool kFloatUnits = false, kBiasedInt8 = true, kDecodes = true;
-  static constexpr Blocking kBlocking{.bf16_chunk = 512, .int8_chunk = 1024, .task_rows = 192, .task_blocks = 8};
+  static constexpr bool kFloatUnits = false, kRowSums = true, kBiasedInt8 = true, kDecodes = true;
+  static constexpr Blocking kBlocking{.bf16_chunk = 512,
+                                      .int8_chunk = 1024,
+                                      .folds = 1,
+                                      .streaming_bytes = 1 << 19,
+                                      .task_rows = 192,
+                                      .task_blocks = 8,
+                                      .prefetch = 0};
   static constexpr int vectors(int) { return 2; }
 
   static F zero() { return _mm512_setzero_ps(); }
@@ -57,7 +63,9 @@ struct Avx512 : Avx512Panels {
     const uint8_t* weights;
     __m512i zero0, zero1;
     Int4Pairs(const Chunk& c, int)
-        : weights(c.weights), zero0(Avx512Panels::load_zeros(c.zeros)), zero1(Avx512Panels::load_zeros(c.zeros + 16)) {}
+        : weights(c.weights),
+          zero0(Avx512Panels<false>::load_zeros(c.zeros)),
+          zero1(Avx512Panels<false>::load_zeros(c.zeros + 16)) {}
     void load(int64_t pair, Pair (&w)[2]) const {
       nibbles(weights + pair / 2 * 64, w);
       for (int v = 0; v < 2; ++v) w[v] = bf16_pairs(w[v], int(pair % 2), v ? zero1 : zero0);

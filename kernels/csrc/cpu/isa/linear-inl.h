@@ -9,42 +9,35 @@
 
 namespace {
 
-// How a problem is cut for the caches.
-struct Blocking {
-  int64_t bf16_chunk;   // columns: a panel of them stays in the first-level cache while the rows pass by
-  int64_t int8_chunk;   //
-  int64_t task_rows;    // a chunk of their activations stays in the second-level cache while the blocks pass by
-  int64_t task_blocks;  // bounds the sums of a task, [blocks][rows][32] x 4 bytes
-};
-
-// One chunk of one packed block, ready to be multiplied.
+// One chunk of one packed block, ready to be multiplied: `folds` runs of `fold` columns of K.
 struct Chunk {
   const uint8_t* weights;  // as packed
   const uint8_t* panel;    // in the form that the products read, or null where they decode themselves
-  int64_t columns;         // of K, a multiple of 32
+  const uint8_t* next;     // as packed, what this thread multiplies next
+  int64_t fold, folds;     //
+  int64_t columns;         // fold * folds, or less in the last chunk
   int64_t unit;            // first 4-byte unit of each packed row of activations
   bool first;              // no chunk came before: the sums are undefined
-  float* scale;            // [32] or null (1); a copy
-  const int8_t* zeros;     // [32], int4
-  const int32_t* sums;     // int4_int8: row_sums at this group; rows are k/group apart
+  float* scale;            // [folds][32] or null (1); a copy
+  const int8_t* zeros;     // [folds][32], int4
+  const int32_t* sums;     // int4_int8: row_sums at the first group; rows are padded_k/group apart
   void* sum;               // [rows of the task][32] fp32, or int32 for int8
 };
 
-inline int64_t row_bytes(const Linear* p) {  // of one packed row
+inline int64_t weight_bytes(const Linear* p, int64_t columns) {  // of a block, with what follows each int4 group
   switch (p->kind) {
     case Kind::bf16:
-      return p->padded_k * 2;
+      return columns * kBlockN * 2;
     case Kind::fp8:
-      return p->padded_k;
     case Kind::int8:
-      return p->padded_k + 4;
+      return columns * kBlockN;
     default:
-      return p->padded_k / p->group * (p->group / 2 + 4);
+      return columns / p->group * (p->group * 16 + 128);
   }
 }
 
 inline const uint8_t* block_weights(const Linear* p, int64_t block) {
-  return p->weight + block * kBlockN * row_bytes(p);
+  return p->weight + block * (weight_bytes(p, p->padded_k) + (p->kind == Kind::int8 ? kBlockN * 4 : 0));
 }
 
 // A last block of 16 rows [pair][16][2], as one of 32 whose second half is zero.
@@ -60,52 +53,52 @@ inline const uint8_t* widen(const uint8_t* from, int64_t pairs, int64_t element,
 struct Workspace {
   uint8_t* panel;  // decoded weights of one chunk
   uint8_t* wide;   // widened weights of one chunk
-  float* scale;    // [32]
+  float* scale;    // [folds][32]
   uint8_t* sums;   // [blocks of the task][rows of the task][32] x 4 bytes
+  size_t bytes;    // of all of them
 };
 
-constexpr int64_t kPanelBytes(int64_t columns) { return columns * kBlockN * 4; }
-
 inline Workspace workspace(const Linear* p, void* scratch) {
-  uint8_t* at = static_cast<uint8_t*>(scratch);
+  uint8_t* const start = static_cast<uint8_t*>(scratch);
   Workspace w;
-  w.panel = at;
-  w.wide = w.panel + kPanelBytes(p->chunk);
+  w.panel = start;
+  w.wide = w.panel + p->chunk * kBlockN * 4;
   w.scale = reinterpret_cast<float*>(w.wide + p->chunk * kBlockN * 2);
-  w.sums = reinterpret_cast<uint8_t*>(w.scale + kBlockN);
+  w.sums = reinterpret_cast<uint8_t*>(w.scale + p->chunk / p->fold * kBlockN);
+  w.bytes = size_t(w.sums - start) + size_t(p->task_blocks * p->task_rows * kBlockN) * 4;
   return w;
 }
 
 // The weights and scales of the chunk at column k0 of a block.
 template <class I>
 Chunk chunk_of(const Linear* p, int64_t block, int64_t k0, bool panel, const Workspace& w) {
-  const int64_t columns = smaller(p->chunk, p->padded_k - k0);
-  const uint8_t* const from = block_weights(p, block);
   const bool narrow = p->stored_n - block * kBlockN < kBlockN;
   Chunk c{};
-  c.columns = columns;
+  c.columns = smaller(p->chunk, p->padded_k - k0);
+  c.fold = p->fold;
+  c.folds = ceil_div(c.columns, c.fold);
   c.first = k0 == 0;
   c.unit = has_int8_activations(p->kind) ? k0 / 4 : I::kFloatUnits ? k0 : k0 / 2;
-  if (p->kind == Kind::bf16) {
-    c.weights = narrow ? widen(from + k0 * 32, columns / 2, 2, w.wide) : from + k0 * kBlockN * 2;
-  } else if (p->kind == Kind::fp8) {
-    c.weights = narrow ? widen(from + k0 * 16, columns / 2, 1, w.wide) : from + k0 * kBlockN;
+  c.weights = block_weights(p, block) + weight_bytes(p, k0) / (narrow ? 2 : 1);
+  c.next = c.weights + weight_bytes(p, c.columns);
+  if (narrow) c.weights = widen(c.weights, c.columns / 2, p->kind == Kind::bf16 ? 2 : 1, w.wide);
+  if (p->kind == Kind::fp8) {
     c.scale = w.scale;
-    const float scale = p->scale[block * kBlockN / 128 * ceil_div(p->k, 128) + k0 / 128];
-    for (int i = 0; i < kBlockN; ++i) c.scale[i] = scale;
-  } else if (p->kind == Kind::int8) {
-    c.weights = from + k0 * kBlockN;
-  } else {
+    const float* scale = p->scale + block * kBlockN / 128 * ceil_div(p->k, 128) + k0 / 128;
+    for (int64_t i = 0; i < c.folds * kBlockN; ++i) c.scale[i] = scale[i / kBlockN];
+  } else if (p->group) {
     const int64_t groups = p->padded_k / p->group, g = k0 / p->group;
-    c.weights = from + g * (p->group * 16 + 128);
     c.scale = w.scale;
-    memcpy(c.scale, p->scale + (block * groups + g) * kBlockN, sizeof(float) * kBlockN);
+    memcpy(c.scale, p->scale + (block * groups + g) * kBlockN, size_t(c.folds * kBlockN) * sizeof(float));
     c.zeros = p->zeros + (block * groups + g) * kBlockN;
-    if (p->kind == Kind::int4_int8) c.sums = p->row_sums + g;
+    c.sums = p->row_sums + g;
   }
   I::scale_weights(p->kind, c);
   const bool as_packed = p->kind == Kind::int8 || (p->kind == Kind::bf16 && !I::kFloatUnits);  // is its own panel
-  if (panel || as_packed) c.panel = I::panel(p->kind, c, w.panel);
+  if (as_packed)
+    c.panel = c.weights;
+  else if (panel)
+    c.panel = I::panel(p->kind, c, w.panel);
   return c;
 }
 
@@ -176,30 +169,32 @@ void compute(const Linear* p, int64_t begin, int64_t end, void* scratch) {
 }
 
 template <class I>
-void plan(Linear* p) {
+void plan(Linear* p, const Blocking* blocking) {
   const bool integers = has_int8_activations(p->kind);
   p->rows = integers ? I::kIntRows : I::kFloatRows;
   p->unit_span = I::span(p->kind, p->group);
   p->units = round_up(integers ? p->padded_k / 4 : I::kFloatUnits ? p->padded_k : p->padded_k / 2, p->unit_span);
-  p->chunk = p->kind == Kind::fp8    ? 128
-             : p->kind == Kind::bf16 ? I::kBlocking.bf16_chunk
-             : p->kind == Kind::int8 ? I::kBlocking.int8_chunk
-                                     : p->group;
-  const int64_t blocks = ceil_div(p->n, kBlockN);
-  p->task_rows = smaller(round_up(p->m, p->rows), round_up(I::kBlocking.task_rows, p->rows));
-  p->row_tasks = ceil_div(p->m, p->task_rows);
-  // With few rows the weights are read once, block after block. With many, a task keeps its rows in the cache.
-  const int64_t wanted = p->m <= p->rows ? 1 : blocks * p->row_tasks / (4 * p->threads);
-  p->task_blocks = larger(1, smaller(wanted, I::kBlocking.task_blocks));
-  p->block_tasks = ceil_div(blocks, p->task_blocks);
   p->activation_bytes = size_t(p->m * p->units) * 4;
+  if (p->kind == Kind::bf16 || p->kind == Kind::int8) {
+    p->fold = p->chunk = p->kind == Kind::bf16 ? blocking->bf16_chunk : blocking->int8_chunk;
+  } else {
+    p->fold = p->kind == Kind::fp8 ? 128 : p->group;
+    p->chunk = p->fold * larger(1, smaller(blocking->folds, I::kMaxFolds));
+  }
+  const int64_t blocks = ceil_div(p->n, kBlockN), all_rows = round_up(p->m, p->rows);
+  p->streams = int64_t(p->activation_bytes) <= blocking->streaming_bytes;
+  p->task_rows = p->streams ? all_rows : smaller(all_rows, round_up(blocking->task_rows, p->rows));
+  p->row_tasks = ceil_div(p->m, p->task_rows);
+  const int64_t wanted = p->streams ? 1 : blocks * p->row_tasks / (4 * p->threads);
+  p->task_blocks = larger(1, smaller(wanted, blocking->task_blocks));
+  p->block_tasks = ceil_div(blocks, p->task_blocks);
+  p->prefetch = blocking->prefetch != 0;
   p->prepare_bytes = size_t(p->units + p->padded_k + 16) * 4;
-  p->task_bytes = size_t(kPanelBytes(p->chunk) + p->chunk * kBlockN * 2 + kBlockN * 4) +
-                  size_t(p->task_blocks * p->task_rows * kBlockN) * 4;
+  p->task_bytes = workspace(p, nullptr).bytes;
 }
 
 }  // namespace
 
 #define TILEWRIGHT_ISA(name, I)                                                                 \
   extern "C" __attribute__((visibility("hidden"))) const tilewright::Isa tilewright_isa_##name; \
-  const tilewright::Isa tilewright_isa_##name = {#name, plan<I>, prepare<I>, compute<I>};
+  const tilewright::Isa tilewright_isa_##name = {#name, &I::kBlocking, plan<I>, prepare<I>, compute<I>};

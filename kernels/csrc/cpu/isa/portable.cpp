@@ -4,7 +4,7 @@
 
 namespace {
 
-struct Portable : ScalarPanels<Floats> {
+struct Portable : ScalarPanels<Floats, false> {
   typedef float F __attribute__((vector_size(16)));
   typedef int32_t N __attribute__((vector_size(16)));
   struct Pair {
@@ -16,8 +16,14 @@ struct Portable : ScalarPanels<Floats> {
   using PairActivation = Pair;
 
   static constexpr int kLanes = 4, kFloatRows = 4, kIntRows = 4;
-  static constexpr bool kFloatUnits = true, kBiasedInt8 = false, kDecodes = false;
-  static constexpr Blocking kBlocking{.bf16_chunk = 128, .int8_chunk = 1024, .task_rows = 128, .task_blocks = 8};
+  static constexpr bool kFloatUnits = true, kRowSums = true, kBiasedInt8 = false, kDecodes = false;
+  static constexpr Blocking kBlocking{.bf16_chunk = 128,
+                                      .int8_chunk = 1024,
+                                      .folds = 1,
+                                      .streaming_bytes = 1 << 19,
+                                      .task_rows = 128,
+                                      .task_blocks = 8,
+                                      .prefetch = 0};
   static constexpr int vectors(int) { return 2; }
 
   static F zero() { return F{}; }

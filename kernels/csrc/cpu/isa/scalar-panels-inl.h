@@ -22,19 +22,22 @@ inline int int4_code(const uint8_t* block, int64_t k, int64_t n) {
   return block[k / 4 * 64 + (n / 16 * 8 + n % 8) * 4 + k % 4] >> (n / 8 % 2 * 4) & 15;
 }
 
-template <class Form>
+// kSigned: zero points are taken off the int4 codes here, not from the products.
+template <class Form, bool kSigned>
 struct ScalarPanels {
   static void scale_weights(Kind, Chunk&) {}
 
   static const uint8_t* panel(Kind kind, const Chunk& c, uint8_t* out) {
-    if (kind == Kind::int8) return c.weights;
+    const int64_t int4_bytes = c.fold * 16 + 128;
     for (int64_t k = 0; k < c.columns; ++k)
       for (int64_t n = 0; n < kBlockN; ++n) {
-        const int64_t element = (k / 2 * kBlockN + n) * 2 + k % 2;
-        if (kind == Kind::int4_int8) {
-          out[(k / 4 * kBlockN + n) * 4 + k % 4] = uint8_t(int4_code(c.weights, k, n));
-        } else if (kind == Kind::int4_bf16) {
-          Form::put(out, k, n, float_to_bf16(float(int4_code(c.weights, k, n) - c.zeros[n])));
+        const int64_t element = (k / 2 * kBlockN + n) * 2 + k % 2, g = k / c.fold;
+        if (kind == Kind::int4_int8 || kind == Kind::int4_bf16) {
+          const int code = int4_code(c.weights + g * int4_bytes, k % c.fold, n), zero = c.zeros[g * kBlockN + n];
+          if (kind == Kind::int4_int8)
+            out[(k / 4 * kBlockN + n) * 4 + k % 4] = uint8_t(kSigned ? code - zero : code);
+          else
+            Form::put(out, k, n, float_to_bf16(float(code - zero)));
         } else if (kind == Kind::fp8) {
           Form::put(out, k, n, fp8_to_bf16(c.weights[element]));
         } else {

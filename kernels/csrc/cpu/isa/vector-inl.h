@@ -65,7 +65,9 @@ inline void float_rows(const Chunk& c, const Rows& at) {
   float* const sum = static_cast<float*>(at.sum);
   for (int v0 = 0; v0 < kBlockN / kLanes; v0 += kVectors) {
     typename V::F acc[R][kVectors];
-    TILEWRIGHT_EACH(r, R) { TILEWRIGHT_EACH(v, kVectors) { acc[r][v] = V::zero(); }); });
+    TILEWRIGHT_EACH(r, R) {
+      TILEWRIGHT_EACH(v, kVectors) { acc[r][v] = V::zero(); });
+    });
     Source<kVectors> source(c, v0);
     for (int64_t p = 0; p < c.columns / 2; ++p) {
       typename V::Pair w[kVectors];
@@ -92,7 +94,9 @@ inline void int_rows(const Linear* p, const Chunk& c, const Rows& at) {
   constexpr int kVectors = V::vectors(R), kLanes = V::kLanes;
   for (int v0 = 0; v0 < kBlockN / kLanes; v0 += kVectors) {
     typename V::N acc[R][kVectors];
-    TILEWRIGHT_EACH(r, R) { TILEWRIGHT_EACH(v, kVectors) { acc[r][v] = V::zero_int(); }); });
+    TILEWRIGHT_EACH(r, R) {
+      TILEWRIGHT_EACH(v, kVectors) { acc[r][v] = V::zero_int(); });
+    });
     const Source<kVectors> source(c, v0);
     for (int64_t q = 0; q < c.columns / 4; ++q) {
       typename V::Quad w[kVectors];
@@ -158,6 +162,7 @@ inline void on_rows(int64_t rows, const Linear* p, const Chunk& c, const Rows& a
 
 template <class V>
 struct VectorIsa : V {
+  static constexpr int kMaxFolds = 1;
   const Linear* p;
 
   explicit VectorIsa(const Linear* problem) : p(problem) {}
