@@ -155,6 +155,63 @@ Tensor split_nibbles(const Tensor& joined, int64_t flip) {
   return out;
 }
 
+// [parts, n, columns] of 1- or 2-byte codes.
+Words words_of(const Tensor& codes, int64_t columns) {
+  TILEWRIGHT_CHECK(codes.dim() == 3 && codes.is_contiguous() && codes.numel() > 0,
+                   "codes must be contiguous [parts, n, k] with elements");
+  const ScalarType type = codes.scalar_type();
+  TILEWRIGHT_CHECK(type == ScalarType::Byte || type == ScalarType::Char || type == ScalarType::Short,
+                   "codes must be uint8, int8 or int16");
+  TILEWRIGHT_CHECK(columns >= codes.size(2), "columns is ", columns, ", codes have ", codes.size(2));
+  const int64_t bytes = type == ScalarType::Short ? 2 : 1;
+  Words w{};
+  w.data = static_cast<const uint8_t*>(codes.const_data_ptr());
+  w.parts = codes.size(0);
+  w.n = codes.size(1);
+  w.row_bytes = codes.size(2) * bytes;
+  w.padded_bytes = columns * bytes;
+  return w;
+}
+
+// A thread is worth its start for about 2^17 bytes.
+template <class F>
+void parallel_blocks(const Words& w, F f) {
+  torch::stable::parallel_for(0, w.blocks(), 1 + (int64_t(1) << 17) / (kBlockN * w.padded_bytes), f);
+}
+
+Tensor pack_words(const Tensor& codes, int64_t columns, int64_t word, bool compensation) {
+  Words w = words_of(codes, columns);
+  TILEWRIGHT_CHECK((word == 2 || word == 4) && w.padded_bytes % word == 0, "words of ", word, " bytes, rows of ",
+                   w.padded_bytes);
+  TILEWRIGHT_CHECK(!compensation || w.padded_bytes == columns, "a compensation needs 8-bit codes");
+  w.word = word;
+  w.compensation = compensation;
+  const int64_t rows = w.blocks() / w.parts * kBlockN;
+  Tensor out = empty(codes, {w.parts, rows, columns + (compensation ? 4 : 0)}, codes.scalar_type());
+  auto* data = static_cast<uint8_t*>(out.mutable_data_ptr());
+  const Convert& c = convert();
+  parallel_blocks(w, [&](int64_t begin, int64_t end) { c.pack_words(&w, begin, end, data); });
+  return out;
+}
+
+Tensor pack_int4(const Tensor& codes, const Tensor& zeros, int64_t block_k, int64_t group) {
+  TILEWRIGHT_CHECK((block_k == 32 || block_k == 64 || block_k == 128) && group % block_k == 0 && group > 0,
+                   "blocks of ", block_k, " columns in groups of ", group);
+  TILEWRIGHT_CHECK(codes.scalar_type() == ScalarType::Byte && codes.dim() == 3, "codes must be uint8 [parts, n, k]");
+  const int64_t column_blocks = (codes.size(2) + block_k - 1) / block_k;
+  const Words w = words_of(codes, column_blocks * block_k);
+  const int64_t groups = (w.row_bytes + group - 1) / group;
+  TILEWRIGHT_CHECK(
+      zeros.scalar_type() == ScalarType::Byte && zeros.is_contiguous() && zeros.numel() == w.parts * w.n * groups,
+      "zeros must be contiguous uint8 [", w.parts, ", ", w.n, ", ", groups, "]");
+  Tensor out = empty(codes, {w.blocks(), column_blocks, block_k * 16 + 128}, ScalarType::Byte);
+  auto* data = static_cast<uint8_t*>(out.mutable_data_ptr());
+  const auto* z = static_cast<const uint8_t*>(zeros.const_data_ptr());
+  const Convert& c = convert();
+  parallel_blocks(w, [&](int64_t begin, int64_t end) { c.pack_int4(&w, z, block_k, group, begin, end, data); });
+  return out;
+}
+
 }  // namespace
 }  // namespace tilewright
 
@@ -165,6 +222,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
   m.def("scale_codes(Tensor codes, Tensor scales, str kind, int block_n, int block_k, int row0) -> Tensor");
   m.def("join_nibbles(Tensor codes) -> Tensor");
   m.def("split_nibbles(Tensor joined, int flip) -> Tensor");
+  m.def("pack_words(Tensor codes, int columns, int word, bool compensation) -> Tensor");
+  m.def("pack_int4(Tensor codes, Tensor zeros, int block_k, int group) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {
@@ -174,4 +233,6 @@ STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {
   m.impl("scale_codes", TORCH_BOX(&tilewright::scale_codes));
   m.impl("join_nibbles", TORCH_BOX(&tilewright::join_nibbles));
   m.impl("split_nibbles", TORCH_BOX(&tilewright::split_nibbles));
+  m.impl("pack_words", TORCH_BOX(&tilewright::pack_words));
+  m.impl("pack_int4", TORCH_BOX(&tilewright::pack_int4));
 }

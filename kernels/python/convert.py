@@ -1,7 +1,7 @@
-"""The operators of conversion: maxima, codes and errors of blocks, nibbles; each gives the bits of its formula.
+"""The operators of conversion: maxima, codes, errors, nibbles, packed blocks; each gives the bits of its formula.
 
-`packer.solvers.blocks` and `packer.solvers.mse` state the formulas in plain torch. Operators read fp32, bf16 and fp16
-weights as they lie, rows any number of elements apart, without an fp32 copy.
+`packer.solvers.blocks` and `.mse` state the formulas of numbers, docs/format.md those of bytes. Operators read fp32,
+bf16 and fp16 weights as they lie, rows any number of elements apart, without an fp32 copy.
 """
 
 from __future__ import annotations
@@ -71,6 +71,44 @@ def split_nibbles(joined: Tensor, flip: int = 0) -> Tensor:
     """The inverse of `join_nibbles`: uint8 [.., K / 2] -> uint8 [.., K], each code xor-ed with `flip`."""
     result: Tensor = torch.ops.tilewright.split_nibbles(joined.contiguous(), flip)
     return result
+
+
+def pack_words(codes: Tensor, parts: int, columns: int, word: int, compensation: bool = False) -> Tensor:
+    """Blocks of 32 rows, word column by word column, as layouts cpu-vnni-bf16, -fp8 and -int8 have them.
+
+    Args:
+        codes: uint8, int8 or int16 [.., N, K].
+        parts: Equal parts of the rows, padded with zeros to whole blocks each for itself.
+        columns: Columns after padding with zeros.
+        word: Bytes of a row that stay together, 2 or 4.
+        compensation: Let 128 times the sum of each row of int8 codes follow its block.
+
+    Returns:
+        [.., parts * ceil(N / parts / 32) * 32, columns (+ 4)] in the dtype of `codes`.
+    """
+    *lead, n, k = codes.shape
+    split = codes.reshape(-1, n // parts, k).contiguous()
+    packed: Tensor = torch.ops.tilewright.pack_words(split, columns, word, compensation)
+    return packed.reshape(*lead, parts * packed.shape[1], packed.shape[2])
+
+
+def pack_int4(codes: Tensor, zeros: Tensor, parts: int, block_k: int, group: int) -> Tensor:
+    """Blocks of 32 rows and `block_k` columns with their sums, as layout cpu-vnni-int4 has them.
+
+    Args:
+        codes: uint8 [.., N, K], 0..15.
+        zeros: uint8 [.., N, ceil(K / group)] zero points.
+        parts: Equal parts of the rows, padded to whole blocks each for itself.
+        block_k: Columns of a block; divides `group`.
+        group: Columns that share a zero point.
+
+    Returns:
+        uint8 [.., blocks of rows, blocks of columns, 16 * block_k + 128].
+    """
+    *lead, n, k = codes.shape
+    split = codes.reshape(-1, n // parts, k).contiguous()
+    packed: Tensor = torch.ops.tilewright.pack_int4(split, zeros.contiguous(), block_k, group)
+    return packed.reshape(*lead, -1, packed.shape[1], packed.shape[2])
 
 
 def _rows(matrix: Tensor) -> Tensor:

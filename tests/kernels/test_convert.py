@@ -19,7 +19,7 @@ from tilewright.packer.solvers.mse import squared_error_formula
 
 ISAS = [status.name for status in ops.kernel_report() if status.available and not status.name.startswith("amx")]
 SCALED = [fmt for fmt in FORMATS.values() if fmt.has_scales]
-SHAPES = [(1, 32), (3, 96), (128, 128), (129, 256), (127, 384), (2, 4096 + 128), (257, 64)]
+SHAPES = [(3, 96), (129, 256), (2, 4096 + 128), (257, 64)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -144,6 +144,52 @@ def test_nibbles() -> None:
     assert convert.split_nibbles(every, 8).equal((codes ^ 8).reshape(-1))
     for size in (0, 2, 4, 62, 66):
         assert convert.join_nibbles(codes.reshape(-1)[:size]).equal(every[: size // 2])
+
+
+@pytest.mark.parametrize(("n", "k", "parts"), [(32, 64, 1), (45, 50, 1), (66, 300, 2), (1, 1, 1), (96, 257, 3)])
+def test_packed_words_byte_by_byte(n: int, k: int, parts: int) -> None:
+    """Against the index formulas of docs/format.md, element by element; two experts."""
+    generator = torch.Generator().manual_seed(n)
+    rows, kp = parts * -(-(n // parts) // 32) * 32, -(-k // 32) * 32
+    at = [n_ // (n // parts) * (rows // parts) + n_ % (n // parts) for n_ in range(n)]  # packed row of each row
+    for dtype, word in ((torch.int16, 4), (torch.uint8, 2), (torch.int8, 4)):
+        codes = torch.randint(-128, 128, (2, n, k), generator=generator).to(dtype)
+        packed = convert.pack_words(codes, parts, kp, word)
+        per = word // dtype.itemsize
+        want = torch.zeros(2, rows * kp, dtype=dtype)
+        for row in range(n):
+            for column in range(k):
+                block, lane = at[row] // 32 * 32 * kp, at[row] % 32
+                want[:, block + column // per * 32 * per + lane * per + column % per] = codes[:, row, column]
+        assert packed.equal(want.reshape(2, rows, kp))
+    with_sums = convert.pack_words(codes, parts, kp, 4, compensation=True).reshape(2, rows // 32, 32 * (kp + 4))
+    assert with_sums[..., : 32 * kp].equal(packed.reshape(2, rows // 32, 32 * kp))
+    sums = torch.zeros(2, rows, dtype=torch.int32)
+    sums[:, at] = codes.sum(-1, dtype=torch.int32) * 128
+    assert with_sums[..., 32 * kp :].contiguous().view(torch.int32).reshape(2, rows).equal(sums)
+
+
+@pytest.mark.parametrize(("n", "k", "block", "group"), [(32, 128, 128, 128), (45, 300, 128, 256), (7, 40, 32, 32)])
+def test_packed_int4_byte_by_byte(n: int, k: int, block: int, group: int) -> None:
+    generator = torch.Generator().manual_seed(k)
+    codes = torch.randint(0, 16, (n, k), generator=generator, dtype=torch.uint8)
+    zeros = torch.randint(0, 16, (n, -(-k // group)), generator=generator, dtype=torch.uint8)
+    columns, size = -(-k // block), 16 * block + 128
+    want = torch.zeros(-(-n // 32) * columns * size, dtype=torch.uint8)
+    sums = torch.zeros(-(-n // 32) * 32, columns, dtype=torch.int32)
+    for row in range(n):
+        for column in range(columns * block):
+            zero = int(zeros[row, min(column // group, zeros.shape[1] - 1)])
+            code = int(codes[row, column]) if column < k else zero
+            start = (row // 32 * columns + column // block) * size
+            byte = start + column % block // 4 * 64 + row % 32 // 16 * 32 + row % 8 * 4 + column % 4
+            want[byte] |= code << (4 * (row // 8 % 2))
+            sums[row, column // block] += code - zero
+    for i in range(-(-n // 32)):
+        for j in range(columns):
+            at = (i * columns + j) * size + 16 * block
+            want[at : at + 128] = sums[i * 32 : (i + 1) * 32, j].contiguous().view(torch.uint8)
+    assert convert.pack_int4(codes, zeros, 1, block, group).reshape(-1).equal(want)
 
 
 def test_refusals_name_the_rule() -> None:

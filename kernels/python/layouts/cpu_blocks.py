@@ -60,17 +60,8 @@ def crop(matrix: torch.Tensor, n: int, parts: int, columns: int) -> torch.Tensor
     return split[..., : n // parts, :columns].reshape(*lead, n, columns).contiguous()
 
 
-def interleave(codes: torch.Tensor, word: torch.dtype) -> torch.Tensor:
-    """Put every block's words in word column order: [.., N, K] -> `word` [.., N / 32, K / columns per word, 32]."""
-    *lead, n, _ = codes.shape
-    if codes.data_ptr() % word.itemsize or codes.storage_offset() * codes.itemsize % word.itemsize:
-        codes = codes.clone()  # a mapped file promises no alignment
-    words = codes.view(word).reshape(*lead, n // BLOCK_N, BLOCK_N, -1)
-    return words.transpose(-1, -2).contiguous()
-
-
 def deinterleave(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The inverse of `interleave`: words [.., N / 32, W, 32] -> `dtype` [.., N, K]."""
+    """Rows out of blocks: words [.., N / 32, W, 32] -> `dtype` [.., N, K]."""
     *lead, blocks, _, _ = words.shape
     rows = words.transpose(-1, -2).contiguous().view(dtype)
     return rows.reshape(*lead, blocks * BLOCK_N, -1)

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ..convert import pack_words
 from ..formats import WeightFormat
 from ..tensors import QTensor, Reject, TensorSpec
 from .base import check_tensors
-from .cpu_blocks import BLOCK_K, check_shape, crop, deinterleave, interleave, packed_rows, pad, round_up
+from .cpu_blocks import BLOCK_K, check_shape, crop, deinterleave, packed_rows, round_up
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,7 @@ class CpuVnniFloat:
         """Pad, then gather column pairs by block; scales pass unchanged."""
         spec = self.specs(q.format, q.shape, q.parts)["weight"]
         bits = q.codes.contiguous().view(self._bits)  # zeros cannot be written to FP8 tensors everywhere
-        words = interleave(pad(bits, q.parts, spec.shape[-1]), self.word)
-        tensors = {"weight": words.view(self._bits).reshape(spec.shape).view(self.code)}
+        tensors = {"weight": pack_words(bits, q.parts, spec.shape[-1], self.word.itemsize).view(self.code)}
         if q.scales is not None:
             tensors["weight_scale_inv"] = q.scales.contiguous()
         return tensors

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..convert import pack_int4
 from ..errors import LayoutError
 from ..formats import WeightFormat
 from ..tensors import QTensor, Reject, TensorSpec
@@ -56,18 +57,12 @@ class CpuVnniInt4:
         """Pad, put rows n and n + 8 of each 16 in one byte, gather four columns at a time, append the compensation."""
         assert q.scales is not None
         specs = self.specs(q.format, q.shape, q.parts)
-        *lead, n_blocks, k_blocks, size = specs["weight"].shape
-        block_k = (size - 128) // 16
+        block_k = (specs["weight"].shape[-1] - 128) // 16
         zeros = q.zeros if q.zeros is not None else torch.full_like(q.scales, q.format.zero_point, dtype=torch.uint8)
-        codes = _pad_codes(q, zeros, k_blocks * block_k)
+        weight = pack_int4(q.codes, zeros, q.parts, block_k, q.format.block_k)
         zeros = pad(zeros, q.parts, zeros.shape[-1])
-        rows = codes.reshape(*lead, n_blocks, 2, 2, 8, k_blocks, block_k)  # 16-row half, nibble, row, column
-        pairs = rows[..., 0, :, :, :] | rows[..., 1, :, :, :] << 4  # [.., n_blocks, 2, 8, k_blocks, block_k]
-        words = pairs.contiguous().view(torch.int32).movedim((-2, -1), (-4, -3))  # [.., n_blocks, k_blocks, bk/4, 2, 8]
-        sums = _compensation(codes, zeros, block_k, q.format.block_k)  # [.., Np, k_blocks]
-        words = torch.cat([words.flatten(-3), _by_block(sums)], -1)
         return {
-            "weight": words.view(torch.uint8),
+            "weight": weight,
             "weight_zero_point": _by_block(zeros).view(torch.int8),
             "weight_scale": _by_block(pad(q.scales, q.parts, q.scales.shape[-1])),
         }
@@ -102,16 +97,6 @@ class CpuVnniInt4:
             None if bool((zeros == fmt.zero_point).all()) else zeros,
             parts,
         )
-
-
-def _pad_codes(q: QTensor, zeros: torch.Tensor, columns: int) -> torch.Tensor:
-    """Codes [.., Np, columns]; padded columns hold their group's zero point and so stand for 0."""
-    *_, k = q.shape
-    codes = q.codes
-    if columns > k:
-        group = torch.arange(k, columns) // q.format.block_k
-        codes = torch.cat([codes, zeros.index_select(-1, group)], -1)
-    return pad(codes, q.parts, columns)
 
 
 def _compensation(codes: torch.Tensor, zeros: torch.Tensor, block_k: int, group: int) -> torch.Tensor:

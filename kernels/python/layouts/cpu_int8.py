@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
+from ..convert import pack_words
 from ..errors import LayoutError
 from ..formats import WeightFormat
 from ..tensors import QTensor, Reject, TensorSpec
 from .base import check_tensors
-from .cpu_blocks import BLOCK_K, check_shape, crop, deinterleave, interleave, packed_rows, pad, round_up
+from .cpu_blocks import BLOCK_K, check_shape, crop, deinterleave, packed_rows, pad, round_up
 
 MAX_K = 65_536  # the sum of K products of uint8 and int8 must fit int32
 
@@ -51,9 +52,7 @@ class CpuVnniInt8:
         """Pad, gather four columns at a time by block, append the compensation as one more word a row."""
         assert q.scales is not None
         spec = self.specs(q.format, q.shape, q.parts)["weight"]
-        words = interleave(pad(q.codes, q.parts, spec.shape[-1] - 4), torch.int32)
-        compensation = pad(_compensation(q.codes), q.parts, 1).reshape(*words.shape[:-2], 1, 32)
-        weight = torch.cat([words, compensation], -2).view(torch.int8).reshape(spec.shape)
+        weight = pack_words(q.codes, q.parts, spec.shape[-1] - 4, 4, compensation=True)
         return {"weight": weight, "weight_scale": pad(q.scales, q.parts, 1)}
 
     def unpack(

@@ -1,7 +1,6 @@
 // Quantization arithmetic in loops that compilers turn into vector code. Compiled once for each instruction set,
 // without fused multiply-add, so that each gives the bits of the formulas (and of plain torch).
-#include "../isa/scalar-inl.h"
-#include "table.h"
+#include "pack-inl.h"
 
 namespace {
 
@@ -248,4 +247,4 @@ void scale_codes_entry(const Blocks* b, const float* scales, Code code, int64_t 
 
 #define TILEWRIGHT_CONVERT(name)                         \
   extern "C" const Convert tilewright_convert_##name = { \
-      block_amax_entry, encode_entry, squared_error_entry, join, split, scale_codes_entry};
+      block_amax_entry, encode_entry, squared_error_entry, join, split, scale_codes_entry, pack_words, pack_int4};

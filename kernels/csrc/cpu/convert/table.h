@@ -18,8 +18,20 @@ struct Blocks {
   int64_t columns() const { return (k + block_k - 1) / block_k; }
 };
 
-// One instruction set. Each function works on the scale rows begin..end and may run on several threads for disjoint
-// ranges. `scales` is [rows, columns].
+// Rows of bytes to be packed: `parts` matrices of `n` rows one after the other, each padded to whole blocks of 32 rows.
+struct Words {
+  const uint8_t* data;   // [parts, n, row_bytes]
+  int64_t parts, n;      //
+  int64_t row_bytes;     //
+  int64_t padded_bytes;  // of a row, a multiple of `word`
+  int64_t word;          // bytes that stay together: 2 or 4
+  bool compensation;     // the rows are int8 codes; 128 times their sum follows each block
+
+  int64_t blocks() const { return parts * ((n + kBlockN - 1) / kBlockN); }
+};
+
+// One instruction set. Functions work on the scale rows or blocks begin..end and may run on several threads for
+// disjoint ranges. `scales` is [rows, columns].
 struct Convert {
   // out[rows, columns] = largest magnitude of each block; infinite or NaN if the block holds such a number.
   void (*block_amax)(const Blocks*, int64_t begin, int64_t end, float* out);
@@ -36,6 +48,11 @@ struct Convert {
   // out[n, k] = code * scale in fp32; codes are `data`, of which only the stride counts in bytes; scales [rows,
   // columns] are indexed with (row0 + row) / block_n.
   void (*scale_codes)(const Blocks*, const float* scales, Code, int64_t row0, float* out);
+  // Blocks begin..end of the layouts cpu-vnni-bf16, cpu-vnni-fp8 and cpu-vnni-int8.
+  void (*pack_words)(const Words*, int64_t begin, int64_t end, uint8_t* out);
+  // Blocks begin..end of cpu-vnni-int4; zeros [parts, n, ceil(row_bytes / group)].
+  void (*pack_int4)(const Words*, const uint8_t* zeros, int64_t block_k, int64_t group, int64_t begin, int64_t end,
+                    uint8_t* out);
 };
 
 // Floats that squared_error needs: one row of blocks after the sums along K, and one block row of errors.
