@@ -4,7 +4,6 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
 #include <atomic>
@@ -12,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "check.h"
 #include "cpu/dispatch.h"
 #include "cpu/scratch.h"
 
@@ -20,8 +20,6 @@ namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-#define TILEWRIGHT_CHECK(condition, ...) STD_TORCH_CHECK(condition, "tilewright: ", __VA_ARGS__)
 
 int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
 

@@ -3,13 +3,13 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
 
+#include "check.h"
 #include "cpu/convert/table.h"
 #include "cpu/dispatch.h"
 
@@ -18,8 +18,6 @@ namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
-
-#define TILEWRIGHT_CHECK(condition, ...) STD_TORCH_CHECK(condition, "tilewright: ", __VA_ARGS__)
 
 // These loops know three instruction sets; the others contain one of them.
 const Convert& convert() {
