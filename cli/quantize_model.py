@@ -82,7 +82,7 @@ def quantize_model(source: str, output: Path, device: str, dry_run: bool, as_jso
     for note in (*checkpoint.notes, *plan.notes):
         say(f"note: {note}")
     job = prepare(plan, checkpoint, output, running)
-    summary = summarize(plan, checkpoint, job)
+    summary = summarize(plan, checkpoint, job, timed=dry_run)
     if not dry_run:
         execute(plan, checkpoint, output, running, Silent() if as_json else progress_on())
     loss = None if dry_run or running.consume else measure(checkpoint, open_checkpoint(output))

@@ -13,6 +13,7 @@ from tilewright.kernels.safetensors_file import DTYPE_NAMES
 from tilewright.kernels.tensors import TensorSpec
 
 from .checkpoint import Checkpoint
+from .estimate import compute_seconds
 from .gate import Job
 from .parallel import Degree, described, expert_parallel, tensor_parallel
 from .plan import Fate, Plan
@@ -56,6 +57,7 @@ class Summary:
         bytes_before: Bytes of the source's tensors.
         bytes_after: Bytes of the output's.
         job: What running it takes.
+        seconds: Estimated time of computing; None if it was not asked for.
         tensor_parallel: Degrees that the output allows.
         expert_parallel: The same for whole experts; empty for dense models.
     """
@@ -67,6 +69,7 @@ class Summary:
     job: Job
     tensor_parallel: tuple[Degree, ...] = ()
     expert_parallel: tuple[Degree, ...] = ()
+    seconds: float | None = None
 
     @property
     def bits_per_weight(self) -> float:
@@ -89,6 +92,7 @@ class Summary:
             "disk_needed": self.job.disk_needed,
             "disk_free": self.job.disk_free,
             "shards": len(self.job.shards),
+            "estimated_seconds": self.seconds,
             "tensor_parallel": {degree.size: degree.reason for degree in self.tensor_parallel},
             "expert_parallel": {degree.size: degree.reason for degree in self.expert_parallel},
             "groups": [vars(group) for group in self.groups],
@@ -120,13 +124,14 @@ class Summary:
             self.line(),
             f"{len(job.shards)} file(s); {job.workers} worker(s), up to {_size(job.peak_memory)} of memory; "
             f"{_size(job.disk_needed)} of disk needed, {_size(job.disk_free)} free",
+            *([] if self.seconds is None else [f"about {self.seconds:.1f} s of computing, beside reading and writing"]),
             *described("tensor parallel", self.tensor_parallel),
             *(described("expert parallel", self.expert_parallel) if self.expert_parallel else []),
         ])
 
 
-def summarize(plan: Plan, checkpoint: Checkpoint, job: Job) -> Summary:
-    """Put a plan into figures, from headers alone."""
+def summarize(plan: Plan, checkpoint: Checkpoint, job: Job, *, timed: bool = False) -> Summary:
+    """Put a plan into figures, from headers alone; `timed` estimates how long it will take, by a short measurement."""
     specs = {name: checkpoint.spec(name) for name in plan.fates}
     inventory = take_inventory(plan.tensors, plan.config)
     weights = sum(math.prod(weight.shape) for weight in inventory.weights)
@@ -139,6 +144,7 @@ def summarize(plan: Plan, checkpoint: Checkpoint, job: Job) -> Summary:
         job,
         tuple(tensor_parallel(inventory.weights, plan.config)),
         tuple(expert_parallel(plan.config)),
+        compute_seconds(plan, job.workers) if timed else None,
     )
 
 

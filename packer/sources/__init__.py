@@ -69,6 +69,11 @@ def take_inventory(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -
         found = next((found for detect in (_one_weight, *DETECTORS) if (found := detect(group)) is not None), None)
         if isinstance(found, Reject):
             inventory.rejects.append(found)
+        elif found is None and len(group.specs) > 1:
+            partners = ", ".join(sorted(set(group.specs) - {"weight"}))
+            inventory.rejects.append(
+                group.reject(f"is {group.specs['weight'].dtype} with {partners}, which is not read")
+            )
         elif found is None:
             inventory.loose.extend(dict.fromkeys(group.names.values()))
         else:

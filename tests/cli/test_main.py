@@ -55,6 +55,7 @@ def test_json_is_one_document_and_dry_run_writes_nothing(tmp_path: Path, capfd: 
     assert leave([str(MODEL), str(tmp_path / "out"), "--scheme", "w4afp8", "--dry-run", "--json"]) == 0
     document = json.loads(capfd.readouterr().out)
     assert document["fates"] == {"quantized": 112, "copied": 23}
+    assert 0 < document["estimated_seconds"] < 60
     assert 5 < document["bits_per_weight"] < 6
     assert sum(group["bytes_after"] for group in document["groups"]) == document["bytes_after"]
     assert not (tmp_path / "out").exists()

@@ -204,6 +204,11 @@ def test_missing_partners_refuse(suffix: str, make_checkpoint: Make, plan: Make)
             "claims that it is quantized",
         ),
         ({f"{MODULE}.weight": torch.ones(8, 8).to(torch.float8_e5m2)}, None, "is FP8 E5M2"),
+        (
+            {f"{MODULE}.weight": torch.ones(8, 8, dtype=torch.uint8), f"{MODULE}.weight_scale": torch.ones(8, 1)},
+            {"quant_method": "modelopt"},
+            "is torch.uint8 with weight_scale, which is not read",
+        ),
     ],
 )
 def test_unreadable_sources_refuse(
