@@ -12,12 +12,12 @@ class LayerResult:
     """One packed layer on random activations.
 
     Attributes:
-        name: Name of the packed module.
+        name: Name of the packed module; the two stacks of a layer's experts are one layer.
         format: Format id.
         layout: Layout id.
         kernel: The kernel that ran it.
         rows: Numbers of tokens that it was run with.
-        relative: Largest relative Frobenius error over these, and over the experts of a stack.
+        relative: Relative Frobenius error: the largest of these runs, for experts that of all runs together.
     """
 
     name: str

@@ -14,6 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from tilewright.packer.checkpoint import open_checkpoint
 from tilewright.packer.options import QuantizeOptions
+from tilewright.packer.pack import plan_pack
+from tilewright.packer.pack_target import CpuTarget
 from tilewright.packer.pipeline import execute
 from tilewright.packer.quantize import plan_quantize
 
@@ -42,6 +44,21 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Quantize:
         if not output.exists():
             checkpoint = open_checkpoint(source or MODELS / model)
             execute(plan_quantize(checkpoint, QuantizeOptions(scheme, form)), checkpoint, output)
+        return output
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def packed(quantized: Quantize, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """A function (model, scheme) -> directory with the shipped model in that scheme, packed for CPUs."""
+    root = tmp_path_factory.mktemp("packed")
+
+    def make(model: str, scheme: str) -> Path:
+        output = root / f"{model}-{scheme}"
+        if not output.exists():
+            checkpoint = open_checkpoint(quantized(model, scheme))
+            execute(plan_pack(checkpoint, CpuTarget()), checkpoint, output)
         return output
 
     return make

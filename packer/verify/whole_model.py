@@ -1,0 +1,42 @@
+"""Level `model` for two directories: the models that they hold, streamed side by side over a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+from torch import nn
+from transformers import AutoConfig, PreTrainedModel
+
+from tilewright.kernels.errors import VerifyError
+from tilewright.kernels.hf import load_model
+
+from ..checkpoint import Checkpoint
+from ..packed_modules import packed_modules
+from .contents import Contents
+from .dequantized import stream_dequantized
+from .job import Request, Side
+from .model import compare_models
+from .results import ModelResult
+from .stream import StreamedModel
+from .text import evenly_spaced_windows, read_tokens
+
+
+def compare_directories(sides: Sequence[Side], request: Request, progress: Callable[[int, int], None]) -> ModelResult:
+    """Run the models of two directories, reference first, on windows out of the text of the request."""
+    if request.text is None:
+        raise VerifyError("level `model` compares models on a text, and none was given", hint="add --text FILE")
+    tokens = evenly_spaced_windows(read_tokens(sides[0][0].root, request.text), request.windows, request.window)
+    reference, candidate = (stream(checkpoint, contents) for checkpoint, contents in sides)
+    return compare_models(reference, candidate, tokens, request.decode_steps, progress)
+
+
+def stream(checkpoint: Checkpoint, contents: Contents) -> StreamedModel:
+    """Packed directories run by the bundled kernels as they lie in the mapped files, all others in fp32."""
+    if packed_modules(checkpoint):
+        return StreamedModel(cast(PreTrainedModel, load_model(checkpoint.root)), _nothing, _nothing)
+    return stream_dequantized(AutoConfig.from_pretrained(checkpoint.root, local_files_only=True), contents)
+
+
+def _nothing(module: nn.Module, path: str) -> None:
+    """Packed weights are views of mapped files: there is nothing to fill."""

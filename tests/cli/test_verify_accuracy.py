@@ -1,0 +1,141 @@
+"""`verify-accuracy` and `inspect-model` as commands: output, exit codes, report."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tilewright.cli import verify_accuracy
+from tilewright.cli.main import load, run
+from tilewright.packer.verify.verdict import LEVELS
+
+MODELS = Path(__file__).parents[2] / "examples" / "models"
+QWEN, TEXT = MODELS / "tiny-qwen3-moe", MODELS / "heldout.txt"
+
+
+def leave(command: str, *arguments: object) -> int:
+    with pytest.raises(SystemExit) as left:
+        run(load(command), command, [str(argument) for argument in arguments])
+    assert isinstance(left.value.code, int)
+    return left.value.code
+
+
+@pytest.fixture(scope="module")
+def int8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("int8")
+    assert leave("quantize-model", QWEN, root / "int8", "--scheme", "int8") == 0
+    return root / "int8"
+
+
+@pytest.fixture(scope="module")
+def packed(int8: Path) -> Path:
+    assert leave("pack-for-cpu", int8, int8.parent / "packed") == 0
+    return int8.parent / "packed"
+
+
+def test_levels_are_those_of_the_package() -> None:
+    assert verify_accuracy.LEVELS == LEVELS
+
+
+def test_all_levels_of_a_packed_model(packed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "report.html"
+    options = ("--level", "model", "--text", TEXT, "--windows", 4, "--window", 32)
+    assert leave("verify-accuracy", QWEN, packed, *options, "--report", page) == 0
+    out, err = capfd.readouterr()
+    assert out.startswith("PASS  level model\n")
+    assert "135 tensors: 112 int8, 1 bf16, 22 kept bit for bit" in out
+    assert "perplexity" in out
+    assert err == ""
+    assert page.read_text().startswith("<!doctype html>")
+
+
+def test_json_is_one_document(int8: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert leave("verify-accuracy", QWEN, int8, "--level", "layers", "--json") == 0
+    document = json.loads(capfd.readouterr().out)
+    assert document["verdict"] == "pass"
+    assert document["layers"] == []
+    assert "not packed" in " ".join(document["notes"])
+    ratios = [tensor["ratio"] or 0 for tensor in document["weights"]["tensors"]]
+    assert ratios == sorted(ratios, reverse=True)
+
+
+def test_below_the_threshold_exits_with_3(int8: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    bad = tmp_path / "bad"
+    shutil.copytree(int8, bad)
+    tensors = load_file(bad / "model.safetensors")
+    tensors["model.layers.3.self_attn.q_proj.weight_scale"] *= 2
+    save_file(tensors, bad / "model.safetensors")
+    assert leave("verify-accuracy", QWEN, bad) == 3
+    out = capfd.readouterr().out
+    assert out.startswith("FAIL  level weights\n")
+    assert "below the threshold: 1\n  model.layers.3.self_attn.q_proj.weight: above the bound" in out
+    assert leave("verify-accuracy", QWEN, bad, "--json") == 3
+    document = json.loads(capfd.readouterr().out)
+    assert document["weights"]["tensors"][0]["name"] == "model.layers.3.self_attn.q_proj.weight"
+    assert leave("verify-accuracy", QWEN, bad, "--max-weight-error", 1.1) == 0
+
+
+def test_thresholds_of_layers_and_models(packed: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert leave("verify-accuracy", QWEN, packed, "--level", "layers", "--max-layer-error", 1e-5) == 3
+    options = ("--level", "model", "--text", TEXT, "--windows", 2, "--window", 16, "--max-kl", 1e-9)
+    assert leave("verify-accuracy", QWEN, packed, *options) == 3
+    assert "model: KL divergence" in capfd.readouterr().out
+
+
+def test_usage_and_refusals(int8: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert leave("verify-accuracy", QWEN, int8, "--level", "model") == 2
+    assert leave("verify-accuracy", QWEN, int8, "--window", 4, "--decode-steps", 4) == 2
+    assert leave("verify-accuracy", QWEN, tmp_path / "nowhere") == 1
+    assert "nowhere" in capfd.readouterr().err
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    assert leave("verify-accuracy", QWEN, int8, "--level", "model", "--text", short) == 1
+    assert "9 tokens, one window needs 128" in capfd.readouterr().err
+    assert leave("verify-accuracy", QWEN, int8, "--level", "model", "--text", tmp_path / "none.txt") == 1
+    assert "none.txt" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["plain", "quantized", "packed"])
+def test_inspect_says_what_a_directory_is(
+    kind: str, int8: Path, packed: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = {"plain": QWEN, "quantized": int8, "packed": packed}[kind]
+    assert leave("inspect-model", path) == 0
+    text = capfd.readouterr().out
+    assert "qwen3_moe, 4 layers, hidden size 256, 8 experts of width 128, 2 per token" in text
+    assert "router" in text
+    assert ("router: " in text) == (kind != "plain")
+    assert leave("inspect-model", path, "--json") == 0
+    document = json.loads(capfd.readouterr().out)
+    assert document["kind"] == kind
+    assert document["parameters"] == sum(tensor.numel() for tensor in load_file(QWEN / "model.safetensors").values())
+    files = [load_file(path / "model.safetensors")]
+    assert document["nbytes"] == sum(tensor.nbytes for tensors in files for tensor in tensors.values())
+    assert document["bits"] == pytest.approx(8 * document["nbytes"] / document["parameters"])
+    assert sum(share["nbytes"] for share in document["shares"]) == document["nbytes"]
+    assert {share["layout"] for share in document["shares"]} - {""} == (
+        {"cpu-vnni-int8", "cpu-vnni-bf16"} if kind == "packed" else set()
+    )
+
+
+def test_inspect_refuses_what_is_no_checkpoint(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert leave("inspect-model", tmp_path) == 1
+    assert str(tmp_path) in capfd.readouterr().err
+
+
+def test_inspect_tells_of_announced_layers(capfd: pytest.CaptureFixture[str]) -> None:
+    assert leave("inspect-model", MODELS / "tiny-deepseek-v3") == 0
+    assert "config.json announces 1 MTP layer, the files hold none" in capfd.readouterr().out
+
+
+def test_inspect_counts_other_dtypes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    save_file({"model.layers.0.self_attn.q_proj.weight": torch.zeros(8, 8)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert leave("inspect-model", tmp_path, "--json") == 0
+    (share,) = json.loads(capfd.readouterr().out)["shares"]
+    assert (share["role"], share["encoding"], share["bits"]) == ("linear", "fp32", 32)

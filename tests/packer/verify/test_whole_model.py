@@ -1,0 +1,87 @@
+"""Whole models out of directories: packed ones by the bundled kernels, the others in fp32, against the source."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from tilewright.kernels.hf import load_model  # noqa: E402
+from tilewright.packer.verify.job import Request, verify  # noqa: E402
+from tilewright.packer.verify.results import ModelResult  # noqa: E402
+from tilewright.packer.verify.text import evenly_spaced_windows, read_tokens  # noqa: E402
+from tilewright.packer.verify.whole_model import compare_directories  # noqa: E402
+
+MODELS = Path(__file__).parents[3] / "examples" / "models"
+TEXT = MODELS / "heldout.txt"
+QWEN, DEEPSEEK = "tiny-qwen3-moe", "tiny-deepseek-v3"
+LARGEST_KL = {"block-fp8": 0.005, "int8": 0.005, "w4afp8": 0.005, "int4": 0.02}
+Tensors = dict[str, torch.Tensor]
+Packed = Callable[[str, str], Path]
+Edit = Callable[[Path, Callable[[Tensors], None]], Path]
+
+
+def run(reference: Path, candidate: Path, windows: int = 16) -> ModelResult:
+    request = Request("model", text=TEXT, windows=windows)
+    result = verify(str(reference), str(candidate), request, compare_directories).model
+    assert result is not None
+    return result
+
+
+@pytest.mark.parametrize("model", [QWEN, DEEPSEEK])
+@pytest.mark.parametrize("scheme", LARGEST_KL)
+def test_packed_models_meet_their_bar(model: str, scheme: str, packed: Packed) -> None:
+    result = run(MODELS / model, packed(model, scheme), windows=32)
+    for part in (result.overall, result.decode):
+        assert part is not None
+        assert part.kl <= LARGEST_KL[scheme]
+    assert result.overall.top1 >= (0.98 if scheme != "int4" else 0.97)
+    ratio = result.overall.candidate_perplexity / result.overall.reference_perplexity
+    assert 0.99 < ratio < 1.01
+    assert all(layer.relative < 0.1 and layer.cosine > 0.99 for layer in result.drift)
+
+
+@pytest.mark.parametrize("model", [QWEN, DEEPSEEK])
+@pytest.mark.parametrize("scheme", ["int8", "w4afp8"])
+def test_swapped_gate_and_up_miss_the_bar(model: str, scheme: str, packed: Packed, edit: Edit) -> None:
+    def change(tensors: Tensors) -> None:
+        for name in [name for name in tensors if ".experts.w13." in name]:
+            tensors[name] = torch.cat(tensors[name].chunk(2, 1)[::-1], 1)
+
+    assert run(MODELS / model, edit(packed(model, scheme), change)).overall.kl > LARGEST_KL[scheme]
+
+
+@pytest.mark.parametrize("model", [QWEN, DEEPSEEK])
+def test_streamed_packed_model_is_the_whole_one(model: str, packed: Packed) -> None:
+    """Logits of `load_model` in one forward, compared with the source by hand, give the streamed numbers."""
+    path = packed(model, "int8")
+    tokens = evenly_spaced_windows(read_tokens(MODELS / model, TEXT), 8, 64)
+    source = transformers.AutoModelForCausalLM.from_pretrained(MODELS / model, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        p, q = (m(input_ids=tokens, use_cache=False).logits.float().log_softmax(-1) for m in (source, load_model(path)))
+    request = Request("model", text=TEXT, windows=8, window=64, decode_steps=0)
+    result = verify(str(MODELS / model), str(path), request, compare_directories).model
+    assert result is not None
+    assert result.decode is None
+    assert result.overall.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3, abs=1e-7)
+    assert result.overall.top1 == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).float().mean()), abs=0.005)
+
+
+@pytest.mark.parametrize(("scheme", "form"), [("int4", "compressed-tensors")])
+def test_quantized_model_is_what_transformers_makes_of_it(
+    scheme: str, form: str, quantized: Callable[..., Path]
+) -> None:
+    """transformers' own loading of a quantized checkpoint gives the perplexity of the dequantized weights."""
+    path = quantized(QWEN, scheme, form)
+    result = run(MODELS / QWEN, path)
+    tokens = evenly_spaced_windows(read_tokens(path, TEXT), 16, 128)
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        logs = model(input_ids=tokens).logits.float().log_softmax(-1)
+    loss = -logs[:, :-1].gather(-1, tokens[:, 1:, None]).mean()
+    assert result.overall.candidate_perplexity == pytest.approx(float(loss.exp()), rel=2e-3)
+    assert result.overall.kl <= LARGEST_KL[scheme]
