@@ -22,6 +22,8 @@ LAYOUTS = (
 @source_argument
 @output_argument
 @click.option("--layout", type=click.Choice(LAYOUTS), help="Layout to prefer for the weights that it can hold.")
+@click.option("--tp", type=click.IntRange(1), default=1, help="Cut every matrix for this many ranks.")
+@click.option("--ep", type=click.IntRange(1), default=1, help="Deal the experts to this many groups of ranks.")
 @click.option(
     "--unpack", is_flag=True, help="SOURCE is a packed directory; write the checkpoint that it was made from."
 )
@@ -30,22 +32,38 @@ LAYOUTS = (
 @json_option
 @debug_option
 def pack_for_cpu(
-    source: str, output: Path, layout: str | None, unpack: bool, dry_run: bool, as_json: bool, **running: Any
+    source: str,
+    output: Path,
+    layout: str | None,
+    tp: int,
+    ep: int,
+    unpack: bool,
+    dry_run: bool,
+    as_json: bool,
+    **running: Any,
 ) -> None:
     """Pack the checkpoint SOURCE (16-bit or quantized) for CPUs and write it to OUTPUT.
 
-    Quantized weights keep their codes; 16-bit matrices are packed in bf16.
+    Quantized weights keep their codes; 16-bit matrices are packed in bf16. With --tp or --ep, OUTPUT holds a directory
+    for each rank.
     """
+    from tilewright.kernels.module_spec import rank_directory
     from tilewright.packer.checkpoint import open_checkpoint
     from tilewright.packer.gate import Options
     from tilewright.packer.journal import kept_headers
-    from tilewright.packer.pack import plan_pack
+    from tilewright.packer.pack import plan_pack, plan_ranks
     from tilewright.packer.pack_target import CpuTarget
     from tilewright.packer.unpack import plan_unpack
 
-    if unpack and layout:
-        raise click.UsageError("--layout says how to pack, --unpack does the opposite")
+    if unpack and (layout or max(tp, ep) > 1):
+        raise click.UsageError("--layout, --tp and --ep say how to pack, --unpack does the opposite")
     options = Options(**running)
     checkpoint = open_checkpoint(source, consumed=kept_headers(output) if options.resume else None)
-    plan = plan_unpack(checkpoint) if unpack else plan_pack(checkpoint, CpuTarget(layout))
-    carry_out({output: plan}, checkpoint, options, dry_run=dry_run, as_json=as_json)
+    if unpack:
+        plans = {output: plan_unpack(checkpoint)}
+    elif max(tp, ep) == 1:
+        plans = {output: plan_pack(checkpoint, CpuTarget(layout))}
+    else:
+        ranked = enumerate(plan_ranks(checkpoint, CpuTarget(layout), tp, ep))
+        plans = {output / rank_directory(rank, max(tp, ep)): plan for rank, plan in ranked}
+    carry_out(plans, checkpoint, options, dry_run=dry_run, as_json=as_json)

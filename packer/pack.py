@@ -17,6 +17,7 @@ from tilewright.kernels.tensors import Reject, TensorSpec
 from .architectures import architecture_of, text_config
 from .architectures.base import KEPT, Role
 from .checkpoint import Checkpoint
+from .cuts import Share, cut_of, cut_rejects, share_of
 from .pack_groups import EXPERT, Group, group_experts
 from .pack_steps import PackedPart, PackStep
 from .pack_target import PACKED_PREFIXES, Target
@@ -28,15 +29,18 @@ from .sources.base import SourceWeight
 PACKED_ROLES: tuple[Role, ...] = ("linear", "expert", "head", "shared-gate", "mtp-projection")
 ROUTER = "router: its scores are computed from the plain weight, in the precision that the model asks for"
 HEAD = "lm_head"
+WHOLE = Cut()
+DEGREES = (1, 2, 4, 8, 16, 32, 64)
 QUANTIZE_HINT = "convert it with `quantize-model` first, which reads it"
 
 
-def plan_pack(checkpoint: Checkpoint, target: Target) -> Plan:
+def plan_pack(checkpoint: Checkpoint, target: Target, cut: Cut = WHOLE) -> Plan:
     """Decide from headers alone what becomes of every tensor of a 16-bit or quantized checkpoint.
 
     Args:
         checkpoint: The source.
         target: What to pack for.
+        cut: Which share of the model to pack.
 
     Returns:
         The plan; its `rejects` say why the source cannot be packed, if it cannot.
@@ -44,9 +48,20 @@ def plan_pack(checkpoint: Checkpoint, target: Target) -> Plan:
     if is_packed(checkpoint):
         hint = "`pack-for-cpu --unpack` turns it back into the checkpoint that it was made from"
         return Plan({}, (), {}, {}, rejects=(Reject(str(checkpoint.root), "is packed already", hint),))
-    planner = _Planner(checkpoint, target)
+    planner = _Planner(checkpoint, target, cut)
     planner.decide()
     return planner.plan()
+
+
+def plan_ranks(checkpoint: Checkpoint, target: Target, tp: int, ep: int) -> list[Plan]:
+    """The plan of every rank of a tensor- and expert-parallel run; if it is refused, with the degrees that are not."""
+    plans = [plan_pack(checkpoint, target, cut_of(rank, tp, ep)) for rank in range(max(tp, ep))]
+    if plans[0].rejects and not plan_pack(checkpoint, target).rejects:
+        legal = [size for size in DEGREES if not plan_pack(checkpoint, target, cut_of(0, size, 1)).rejects]
+        dealt = [size for size in DEGREES if not plan_pack(checkpoint, target, cut_of(0, 1, size)).rejects]
+        reason = f"possible are --tp {', '.join(map(str, legal))}; alone, --ep {', '.join(map(str, dealt))}"
+        plans[0] = replace(plans[0], rejects=(*plans[0].rejects, Reject("degrees", reason)))
+    return plans
 
 
 def is_packed(checkpoint: Checkpoint) -> bool:
@@ -85,6 +100,7 @@ def scheme_of(formats: Mapping[Role, set[str]]) -> str:
 class _Planner:
     checkpoint: Checkpoint
     target: Target
+    cut: Cut
     tensors: dict[str, TensorSpec] = field(default_factory=dict)
     tasks: list[Task] = field(default_factory=list)
     fates: dict[str, Fate] = field(default_factory=dict)
@@ -97,8 +113,10 @@ class _Planner:
         """Walk through the weights in source order, then through all that is left."""
         source = self.checkpoint
         architecture = architecture_of(source.config)
-        inventory = take_inventory(source_specs(source), source.config)
+        specs = source_specs(source)
+        inventory = take_inventory(specs, source.config)
         self.rejects += inventory.rejects
+        self.rejects += cut_rejects(source.config, specs, self.cut.tp[1], self.cut.ep[1])
         stacks: dict[str, list[SourceWeight]] = {}
         for weight in inventory.weights:
             if match := EXPERT.match(weight.module):
@@ -141,9 +159,9 @@ class _Planner:
                 "tilewright.packed": PACKED_VERSION,
                 "tilewright.tool": __version__,
                 "tilewright.scheme": scheme,
-                "tilewright.cut": Cut().to_json(),
+                "tilewright.cut": self.cut.to_json(),
             },
-            {"job": "pack", "target": repr(self.target)},
+            {"job": "pack", "target": repr(self.target), "cut": self.cut.to_json()},
             rejects=tuple(self.rejects),
             notes=tuple(self.notes),
         )
@@ -186,6 +204,8 @@ class _Planner:
         if isinstance(fmt, Reject):
             self.rejects.append(fmt)
             return
+        if fmt:
+            groups = [self._cut(group, fmt) for group in groups]
         layouts: list[Layout] = []
         for group in groups:
             layout = self.target.layout(role, fmt, group.shape, group.parts) if fmt else None
@@ -195,17 +215,34 @@ class _Planner:
                 layouts.append(layout)
         if not fmt or not layouts:
             reason = f"{weights[0].encoding} stays as it is"
+            if share_of(weights[0].module.rpartition(".")[2], self.cut, groups[0].stacked) != Share():
+                self.rejects.append(Reject(groups[0].name, f"{reason}, and only packed matrices are cut"))
             self._copy((name for weight in weights for name in weight.tensors), reason)
         if not fmt or len(layouts) != len(groups):
             return
         for group, layout in zip(groups, layouts, strict=True):
             self._add_module(group, layout, fmt)
-        for number in range(len(groups[0].experts)):
+        for number in groups[0].numbers:
             self._add_task(groups, layouts, fmt, number)
         if fmt.has_scales:
             self.formats.setdefault(role, set()).add(fmt.id)
         elif self.checkpoint.spec(weights[0].tensors[0]).dtype == torch.float16:
             self.notes.append(f"{weights[0].module}: float16 is rounded to bf16, which the kernels read")
+
+    def _cut(self, group: Group, fmt: WeightFormat) -> Group:
+        """The group with this rank's share of it."""
+        first = group.experts[0][0]
+        share = share_of(first.module.rpartition(".")[2], self.cut, group.stacked)
+        n, k = first.shape
+        if reason := share.against(fmt, n, k):
+            self.rejects.append(Reject(first.module, reason))
+            return group
+        if len(group.experts) % share.experts[1]:
+            self.rejects.append(
+                Reject(group.name, f"{len(group.experts)} experts are not {share.experts[1]} equal shares")
+            )
+            return group
+        return replace(group, share=share)
 
     def _tensors(self, weight: SourceWeight) -> dict[str, TensorSpec]:
         """Suffix -> specification of all tensors under the weight's module path but its bias."""
@@ -232,15 +269,22 @@ class _Planner:
             () if group.name == HEAD != first.module else group.templates,
             stored.id if stored else "",
             self.checkpoint.spec(biases[0]).dtype if biases[0] else None,
+            group.numbers.start,
+            group.whole if group.whole != group.shape else (),
         )
         self.modules[group.name] = spec
         outputs = {f"{group.name}.{suffix}": tensor for suffix, tensor in spec.tensors().items()}
         self.tensors.update(outputs)
         held = stored.specs(fmt, first.shape) if stored else {}
         fate = Fate("packed", f"{fmt.id} codes in layout {layout.id}", tuple(outputs))
-        for weight, bias in zip(weights, biases, strict=True):
-            companions = (name for name in weight.companions if name.rpartition(".")[2] in held)
-            self.fates.update(dict.fromkeys((*weight.tensors, *companions), fate))
+        for number, weight in ((number, weight) for number, expert in enumerate(group.experts) for weight in expert):
+            names = [*weight.tensors, *(name for name in weight.companions if name.rpartition(".")[2] in held)]
+            bias = self._bias(weight)
+            if number not in group.numbers:
+                elsewhere = Fate("dropped", "an expert of another rank")
+                self.fates.update(dict.fromkeys((*names, *([bias] if bias else [])), elsewhere))
+                continue
+            self.fates.update(dict.fromkeys(names, fate))
             if bias:
                 self.fates[bias] = Fate("packed", "bias in fp32", (f"{group.name}.bias",))
 
@@ -256,10 +300,12 @@ class _Planner:
                 sources += [Source(name) for name in (*weight.tensors, *([bias] if bias else []))]
             counts = tuple(len(weight.tensors) for weight in weights)
             has_bias = self.modules[group.name].bias_dtype is not None
-            parts.append(PackedPart(group.name, layout, fmt, tuple(w.reader for w in weights), counts, has_bias))
+            readers = tuple(weight.reader for weight in weights)
+            parts.append(PackedPart(group.name, layout, fmt, readers, counts, has_bias, group.share))
             one = replace(self.modules[group.name], shape=group.matrix)
             for suffix, piece in one.tensors().items():
-                pieces.append(Piece(f"{group.name}.{suffix}", piece, number * piece.nbytes))
+                offset = (number - group.numbers.start) * piece.nbytes
+                pieces.append(Piece(f"{group.name}.{suffix}", piece, offset))
         self.tasks.append(Task(tuple(sources), tuple(pieces), PackStep(tuple(parts))))
 
     def _copy(self, names: Iterable[str], reason: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from tilewright.kernels.tensors import Reject
 
+from .cuts import Share
 from .sources.base import SourceWeight
 
 EXPERT = re.compile(r"^(?P<stack>.*\.experts)\.(?P<number>\d+)\.(?P<projection>\w+)$")
@@ -22,11 +23,13 @@ class Group:
         name: The packed module.
         experts: For each expert (the only one, for a Linear) the matrices that lie one under the other.
         stacked: Whether the module has a dimension of experts.
+        share: Which share of them this rank holds.
     """
 
     name: str
     experts: tuple[tuple[SourceWeight, ...], ...]
     stacked: bool = False
+    share: Share = Share()
 
     @property
     def parts(self) -> int:
@@ -34,15 +37,28 @@ class Group:
         return len(self.experts[0])
 
     @property
+    def numbers(self) -> range:
+        """Numbers of the experts that this rank holds."""
+        number, count = self.share.experts
+        mine = len(self.experts) // count
+        return range(mine * number, mine * (number + 1))
+
+    @property
     def matrix(self) -> tuple[int, int]:
-        """Logical shape of one expert."""
+        """Logical shape of this rank's share of one expert."""
         n, k = self.experts[0][0].shape
-        return n * self.parts, k
+        return n // self.share.rows[1] * self.parts, k // self.share.columns[1]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Logical shape of the packed module."""
-        return (len(self.experts), *self.matrix) if self.stacked else self.matrix
+        return (len(self.numbers), *self.matrix) if self.stacked else self.matrix
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """Logical shape that it would have uncut."""
+        n, k = self.experts[0][0].shape
+        return (len(self.experts), n * self.parts, k) if self.stacked else (n * self.parts, k)
 
     @property
     def templates(self) -> tuple[str, ...]:

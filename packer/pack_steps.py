@@ -12,6 +12,7 @@ from tilewright.kernels.layouts.base import Layout
 from tilewright.kernels.module_spec import ModuleSpec
 from tilewright.kernels.tensors import QTensor
 
+from .cuts import Share
 from .sources.base import Reader
 
 
@@ -26,6 +27,7 @@ class PackedPart:
         readers: Reads the matrix of each part.
         counts: How many tensors each reader takes.
         biases: Whether the bias of each part follows its tensors.
+        share: Which share of each matrix is packed.
     """
 
     output: str
@@ -34,6 +36,7 @@ class PackedPart:
     readers: tuple[Reader, ...]
     counts: tuple[int, ...]
     biases: bool = False
+    share: Share = Share()
 
     @property
     def count(self) -> int:
@@ -46,9 +49,9 @@ class PackedPart:
         parts = []
         biases = []
         for reader, count in zip(self.readers, self.counts, strict=True):
-            parts.append(read_codes(reader, [next(remaining) for _ in range(count)], self.format))
+            parts.append(self.share.take(read_codes(reader, [next(remaining) for _ in range(count)], self.format)))
             if self.biases:
-                biases.append(next(remaining).to(torch.float32))
+                biases.append(self.share.take_bias(next(remaining)).to(torch.float32))
         named = {f"{self.output}.{suffix}": tensor for suffix, tensor in self.layout.pack(join_parts(parts)).items()}
         if self.biases:
             named[f"{self.output}.bias"] = torch.cat(biases)

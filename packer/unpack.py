@@ -8,7 +8,7 @@ from dataclasses import replace
 from tilewright.kernels.errors import TilewrightError
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.layouts.base import Layout
-from tilewright.kernels.module_spec import ModuleSpec
+from tilewright.kernels.module_spec import Cut, ModuleSpec
 from tilewright.kernels.tensors import Reject, TensorSpec
 
 from .checkpoint import Checkpoint
@@ -25,6 +25,9 @@ def plan_unpack(checkpoint: Checkpoint) -> Plan:
     """
     if not is_packed(checkpoint):
         return Plan({}, (), {}, {}, rejects=(Reject(str(checkpoint.root), "is no packed directory"),))
+    if any(Cut.from_json(h.metadata["tilewright.cut"]) != Cut() for h in checkpoint.headers.values()):
+        reason = "is one rank's share, from which the whole checkpoint cannot be made"
+        return Plan({}, (), {}, {}, rejects=(Reject(str(checkpoint.root), reason),))
     tensors: dict[str, TensorSpec] = {}
     tasks: list[Task] = []
     fates: dict[str, Fate] = {}

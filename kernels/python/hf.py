@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from .errors import CheckpointError, TilewrightError
@@ -31,7 +31,8 @@ def load_model(
 
     Args:
         path: The packed directory.
-        rank: Which share of a model that was cut for several ranks; None for an uncut one.
+        rank: Which share of a model that was cut for several ranks; by default the rank of this process, if
+            `torch.distributed` is set up.
         device: Where to run.
         verify_checksums: Compare every file with its checksum first.
 
@@ -41,6 +42,8 @@ def load_model(
     Raises:
         CheckpointError: The directory cannot be run, or its tensors are not those of the model; lists all of them.
     """
+    if rank is None and distributed.is_available() and distributed.is_initialized():
+        rank = distributed.get_rank()
     packed = load_packed(path, rank, device, verify_checksums)
     config = AutoConfig.from_pretrained(packed.root)
     if hasattr(config, "quantization_config"):
@@ -48,6 +51,8 @@ def load_model(
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config)
     used = _replace_modules(model, packed, config)
+    if packed.cut.ranks > 1:
+        _add_up(model, packed)
     missing = _fill(model, packed, used)
     unused = [name for name in [*packed.specs, *packed.plain] if name not in used and not _ignored(name, config)]
     if missing or unused:
@@ -98,13 +103,34 @@ def _experts(stack: str, packed: PackedCheckpoint, config: Any) -> PackedExperts
     return PackedExperts(stack, w13, w2, ACTIVATIONS.get(activation, activation))
 
 
+def _add_up(model: nn.Module, packed: PackedCheckpoint) -> None:
+    """Let modules that hold some of the columns or experts add up their results over the ranks."""
+    size = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    if size != packed.cut.ranks:
+        raise CheckpointError(
+            f"{packed.root}: is cut for {packed.cut.ranks} ranks, this process is one of {size}",
+            hint=f"start it with `torchrun --nproc-per-node {packed.cut.ranks}` and `init_process_group`",
+        )
+    for module in model.modules():
+        if isinstance(module, PackedExperts | PackedLinear):
+            spec = module.spec if isinstance(module, PackedLinear) else module.w2.spec
+            module.reduce = sum_over_ranks if spec.is_summand else None
+
+
+def sum_over_ranks(y: torch.Tensor) -> torch.Tensor:
+    """The sum of every rank's `y`, added in fp32."""
+    total = y.to(torch.float32)
+    distributed.all_reduce(total)
+    return total.to(y.dtype)
+
+
 def _check_linear(name: str, old: nn.Module, packed: PackedCheckpoint) -> None:
     new = packed[name]
     if not isinstance(old, nn.Linear) or not isinstance(new, PackedLinear):
         raise CheckpointError(f"{packed.root}: `{name}` is a packed Linear, in the model it is {type(old).__name__}")
-    shapes = (old.out_features, old.in_features), (new.out_features, new.in_features)
-    if shapes[0] != shapes[1]:
-        raise CheckpointError(f"{packed.root}: `{name}` is {list(shapes[1])}, the model needs {list(shapes[0])}")
+    needed, found = [old.out_features, old.in_features], list(new.spec.whole or new.spec.shape)
+    if needed != found:
+        raise CheckpointError(f"{packed.root}: `{name}` is {found}, the model needs {needed}")
 
 
 def _fill(model: nn.Module, packed: PackedCheckpoint, used: set[str]) -> list[str]:

@@ -54,6 +54,11 @@ class Cut:
         return self.tp[0] if self.tp[1] > 1 else self.ep[0]
 
 
+def rank_directory(rank: int, ranks: int) -> str:
+    """Name of the directory of one rank below the output directory."""
+    return f"rank-{rank}-of-{ranks}"
+
+
 @dataclass(frozen=True)
 class ModuleSpec:
     """One packed module: a weight [N, K] or a stack of experts [E, N, K], with or without a bias.
@@ -68,6 +73,7 @@ class ModuleSpec:
         source_layout: Layout of the weight in the source.
         bias_dtype: dtype of the bias in the source, or None without a bias. Packed biases are fp32.
         first_expert: Number that the first expert of the stack has in the source.
+        whole: Logical shape of the uncut module; empty if this is all of it.
     """
 
     layout: Layout
@@ -78,6 +84,12 @@ class ModuleSpec:
     source_layout: str = ""
     bias_dtype: torch.dtype | None = None
     first_expert: int = 0
+    whole: tuple[int, ...] = ()
+
+    @property
+    def is_summand(self) -> bool:
+        """Whether results have to be added up over all ranks: this one has some of the columns or of the experts."""
+        return bool(self.whole) and (self.whole[-1], self.whole[:-2]) != (self.shape[-1], self.shape[:-2])
 
     def tensors(self) -> dict[str, TensorSpec]:
         """Suffix, dtype and shape of each of its tensors, `bias` fp32 [.., N] included."""
@@ -101,6 +113,8 @@ class ModuleSpec:
             fields["bias"] = DTYPE_NAMES[self.bias_dtype]
         if self.first_expert:
             fields["first_expert"] = self.first_expert
+        if self.whole:
+            fields["whole"] = list(self.whole)
         return fields
 
     @staticmethod
@@ -126,6 +140,7 @@ class ModuleSpec:
                 str(fields.get("source_layout", "")),
                 DTYPES[fields["bias"]] if "bias" in fields else None,
                 int(fields.get("first_expert", 0)),
+                tuple(int(size) for size in fields.get("whole", ())),
             )
             reject = layout.accepts(spec.format, spec.shape, spec.parts)
         except TilewrightError as error:

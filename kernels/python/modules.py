@@ -15,6 +15,8 @@ from .layouts.base import check_tensors
 from .linear_kernels import LINEAR_KERNELS, LinearKernel
 from .module_spec import ModuleSpec
 
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+
 
 class PackedWeight(nn.Module):
     """Holds one packed module's tensors as buffers that keep their dtype; base of what runs them.
@@ -37,6 +39,7 @@ class PackedWeight(nn.Module):
     def __init__(self, name: str, spec: ModuleSpec, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__()
         check_tensors(name, tensors, spec.tensors())
+        self.reduce: Reduce | None = None
         self.spec = spec
         self.kernel = find_kernel(name, spec, next(iter(tensors.values())).device.type)
         for suffix in self.kernel.suffixes:
@@ -78,7 +81,11 @@ def find_kernel(name: str, spec: ModuleSpec, device: str) -> LinearKernel:
 
 
 class PackedLinear(PackedWeight):
-    """`y = x W^T + b` with a packed `W` [N, K]; `reference.py` states the arithmetic of each layout's operator."""
+    """`y = x W^T + b` with a packed `W` [N, K]; `reference.py` states the arithmetic of each layout's operator.
+
+    Attributes:
+        reduce: Adds up the results of all ranks, where this one has some of the columns only; None by default.
+    """
 
     def __init__(self, name: str, spec: ModuleSpec, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__(name, spec, tensors)
@@ -86,7 +93,8 @@ class PackedLinear(PackedWeight):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply: x fp32, bf16 or fp16 [.., K] -> [.., N] in the same dtype."""
-        return self.kernel.run(x, self.tensors(), self.out_features, self.bias)
+        y = self.kernel.run(x, self.tensors(), self.out_features, self.bias)
+        return y if self.reduce is None else self.reduce(y)
 
 
 class PackedStack(PackedWeight):
@@ -102,6 +110,9 @@ class PackedExperts(nn.Module):
         w2: Down [E, H, I].
         activation: A key of `experts_op.ACTIVATIONS`.
 
+    Attributes:
+        reduce: Adds up the results of all ranks, where this one has some of the experts or columns; None by default.
+
     Raises:
         KernelUnavailableError: The activation is unknown.
     """
@@ -114,6 +125,7 @@ class PackedExperts(nn.Module):
         self.w13 = w13
         self.w2 = w2
         self.activation = activation
+        self.reduce: Reduce | None = None
 
     def extra_repr(self) -> str:
         """The activation."""
@@ -145,7 +157,7 @@ class PackedExperts(nn.Module):
             upper.spec.first_expert,
             self.activation,
         )
-        return y
+        return y if self.reduce is None else self.reduce(y)
 
 
 def build_module(name: str, spec: ModuleSpec, tensors: Mapping[str, torch.Tensor]) -> PackedWeight:

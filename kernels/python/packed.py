@@ -127,11 +127,6 @@ def load_packed(
     return packed
 
 
-def rank_directory(rank: int, ranks: int) -> str:
-    """Name of the directory of one rank below the output directory."""
-    return f"rank-{rank}-of-{ranks}"
-
-
 def _find_rank(path: Path, rank: int | None) -> Path:
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such directory")

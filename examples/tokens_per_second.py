@@ -1,0 +1,51 @@
+"""Measure prefill and decode of a packed model, and of transformers in bf16 if its source is given.
+
+python examples/tokens_per_second.py PACKED [--source MODEL] [--prompt N] [--tokens N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+import tilewright
+
+
+def measure(model: nn.Module, prompt: torch.Tensor, tokens: int) -> tuple[float, float]:
+    """Tokens per second of one pass over `prompt`, and of `tokens` greedy steps after it."""
+    with torch.inference_mode():
+        model(prompt[:, :2])  # the first call loads what is loaded once
+        start = time.perf_counter()
+        step = model(prompt, use_cache=True)
+        prefilled = time.perf_counter()
+        for _ in range(tokens):
+            token = step.logits[:, -1:].argmax(-1)
+            step = model(token, past_key_values=step.past_key_values, use_cache=True)
+        done = time.perf_counter()
+    return prompt.shape[1] / (prefilled - start), tokens / (done - prefilled)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("packed", type=Path, help="directory that pack-for-cpu wrote")
+    parser.add_argument("--source", type=Path, help="the 16-bit model, to compare with")
+    parser.add_argument("--prompt", type=int, default=256, help="tokens of the prompt")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens to generate")
+    options = parser.parse_args()
+
+    models = {"packed": tilewright.load_model(options.packed)}
+    if options.source:
+        models["bf16"] = AutoModelForCausalLM.from_pretrained(options.source, dtype=torch.bfloat16).eval()
+    prompt = torch.randint(0, models["packed"].config.vocab_size, (1, options.prompt))
+    for name, model in models.items():
+        prefill, decode = measure(model, prompt, options.tokens)
+        print(f"{name}: prefill {prefill:.1f} tokens/s, decode {decode:.1f} tokens/s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+"""Shares of a model: joined they are the whole, and cuts that no share can represent are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilewright.kernels.formats import BF16, FP8, INT4_G32, INT4_G128, INT8, WeightFormat
+from tilewright.kernels.module_spec import Cut
+from tilewright.kernels.modules import PackedExperts
+from tilewright.kernels.packed import load_packed
+from tilewright.kernels.tensors import QTensor
+from tilewright.packer.checkpoint import open_checkpoint
+from tilewright.packer.cuts import Share, cut_of, cut_rejects
+from tilewright.packer.pack import plan_ranks
+from tilewright.packer.pack_target import CpuTarget
+from tilewright.packer.pipeline import execute
+
+Call = Callable[..., Path]
+
+
+def weight(fmt: WeightFormat, n: int, k: int) -> QTensor:
+    generator = torch.Generator().manual_seed(n + k)
+    codes = torch.randint(0, 15, (n, k), generator=generator).to(fmt.code_dtype)
+    if not fmt.has_scales:
+        return QTensor(fmt, codes)
+    return QTensor(fmt, codes, torch.rand(fmt.scale_rows(n), fmt.scale_columns(k), generator=generator) + 0.1)
+
+
+@pytest.mark.parametrize(
+    ("fmt", "n", "k", "count"),
+    [
+        (BF16, 6, 10, 2),
+        (INT8, 40, 64, 4),
+        (FP8, 256, 512, 2),
+        (FP8, 128, 128, 4),
+        (FP8, 384, 384, 3),
+        (INT4_G32, 8, 128, 4),
+    ],
+)
+def test_shares_joined_are_the_whole(fmt: WeightFormat, n: int, k: int, count: int) -> None:
+    q = weight(fmt, n, k)
+    for axis, kind in ((0, "rows"), (1, "columns")):
+        shares = [Share(**{kind: (number, count)}) for number in range(count)]
+        assert all(share.against(fmt, n, k) is None for share in shares)
+        joined = torch.cat([share.take(q).dequantize() for share in shares], axis)
+        assert torch.equal(joined, q.dequantize())
+
+
+@pytest.mark.parametrize(
+    ("fmt", "n", "k", "share", "reason"),
+    [
+        (BF16, 7, 8, Share(rows=(0, 2)), "7 rows are not 2 equal shares"),
+        (BF16, 8, 9, Share(columns=(1, 2)), "9 columns are not 2 equal shares"),
+        (FP8, 192, 128, Share(rows=(1, 2)), "96 rows of each share span blocks of 128 that begin elsewhere"),
+        (FP8, 128, 384, Share(columns=(0, 2)), "192 columns of each share are not whole groups of 128"),
+        (INT4_G128, 8, 128, Share(columns=(0, 2)), "64 columns of each share are not whole groups of 128"),
+    ],
+)
+def test_impossible_shares(fmt: WeightFormat, n: int, k: int, share: Share, reason: str) -> None:
+    assert share.against(fmt, n, k) == reason
+
+
+def test_biases_are_added_once() -> None:
+    bias = torch.arange(8.0)
+    assert torch.equal(Share(rows=(1, 2)).take_bias(bias), bias[4:])
+    assert torch.equal(Share(columns=(0, 2)).take_bias(bias) + Share(columns=(1, 2)).take_bias(bias), bias)
+
+
+def test_cuts_of_ranks() -> None:
+    assert [cut_of(rank, 1, 2) for rank in range(2)] == [Cut((0, 1), (0, 2)), Cut((0, 1), (1, 2))]
+    assert [cut_of(rank, 4, 2).ep for rank in range(4)] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+
+
+def test_models_that_cannot_be_cut() -> None:
+    config = {"num_attention_heads": 6, "num_key_value_heads": 2}
+    assert [str(reject) for reject in cut_rejects(config, {}, 4, 3)] == [
+        "--ep: 4 ranks are not 3 equal groups; choose --ep so that it divides --tp",
+        "config.json: num_attention_heads = 6 is not 4 equal shares",
+        "config.json: num_key_value_heads = 2 is not 4 equal shares",
+    ]
+
+
+def cut(source: Path, output: Path, tp: int, ep: int) -> list[Path]:
+    checkpoint = open_checkpoint(source)
+    directories = [output / f"rank-{rank}-of-{max(tp, ep)}" for rank in range(max(tp, ep))]
+    for directory, plan in zip(directories, plan_ranks(checkpoint, CpuTarget(), tp, ep), strict=True):
+        execute(plan, checkpoint, directory)
+    return directories
+
+
+@pytest.mark.parametrize(
+    ("model", "scheme", "tp", "ep"),
+    [
+        ("tiny-qwen3-moe", "none", 2, 1),
+        ("tiny-qwen3-moe", "block-fp8", 2, 2),
+        ("tiny-deepseek-v3", "int8", 4, 2),
+        ("tiny-deepseek-v3", "w4afp8", 1, 4),
+    ],
+)
+def test_ranks_joined_equal_the_uncut_layer(
+    model: str, scheme: str, tp: int, ep: int, quantized: Call, packed: Call, tmp_path: Path
+) -> None:
+    cut(quantized(model, scheme), tmp_path, tp, ep)
+    whole = load_packed(packed(model, scheme))
+    ranks = [load_packed(tmp_path, rank) for rank in range(max(tp, ep))]
+    attention = "model.layers.1.self_attn"
+    by_rows = f"{attention}.kv_b_proj" if "deepseek" in model else f"{attention}.q_proj"
+    x = torch.randn(5, whole.specs[by_rows].shape[1]).to(torch.bfloat16)
+    parts = [rank[by_rows](x) for rank in ranks]
+    assert torch.equal(torch.cat(parts, -1) if tp > 1 else parts[0], whole[by_rows](x))
+    x = torch.randn(5, whole.specs[f"{attention}.o_proj"].shape[1]).to(torch.bfloat16)
+    inputs = x.chunk(tp, -1)
+    total = sum(rank[f"{attention}.o_proj"](inputs[number]).float() for number, rank in enumerate(ranks[:tp]))
+    wanted = whole[f"{attention}.o_proj"](x).float()
+    assert (total - wanted).norm() <= 0.02 * wanted.norm()
+    stack = "model.layers.1.mlp.experts"
+    x, ids, scores = torch.randn(5, 256).to(torch.bfloat16), torch.randint(0, 8, (5, 2)), torch.rand(5, 2)
+    outputs = [PackedExperts(stack, m[f"{stack}.w13"], m[f"{stack}.w2"])(x, ids, scores) for m in (whole, *ranks)]
+    total = sum(y.float() for y in outputs[1:])
+    assert (total - outputs[0].float()).norm() <= 0.02 * outputs[0].float().norm()
+    assert ranks[1].specs[f"{stack}.w13"].is_summand is (ep > 1)
+
+
+def test_refused_cuts_name_the_possible_ones(quantized: Call) -> None:
+    plans = plan_ranks(open_checkpoint(quantized("tiny-deepseek-v3", "w4afp8")), CpuTarget(), 2, 1)
+    reasons = [str(reject) for reject in plans[0].rejects]
+    assert any("64 columns of each share are not whole groups of 128" in reason for reason in reasons)
+    assert reasons[-1] == "degrees: possible are --tp 1; alone, --ep 1, 2, 4, 8"
+
+
+def test_a_share_is_not_unpacked(quantized: Call, unpack: Call, tmp_path: Path) -> None:
+    first, *_ = cut(quantized("tiny-qwen3-moe", "none"), tmp_path / "cut", 2, 1)
+    with pytest.raises(Exception, match="one rank's share"):
+        unpack(first)
+    assert json.loads((first / "manifest.json").read_text())["options"]["cut"] == Cut((0, 2), (0, 1)).to_json()
