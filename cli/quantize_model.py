@@ -7,6 +7,8 @@ from typing import Any
 
 import click
 
+from .calibration import SOLVERS as CALIBRATING
+from .calibration import Calibration, calibration_options
 from .options import (
     debug_option,
     json_option,
@@ -19,7 +21,7 @@ from .options import (
 )
 
 SCHEMES = ("block-fp8", "int8", "int4", "w4afp8")  # as the registries have them; a test compares
-SOLVERS = ("rtn", "mse")
+SOLVERS = ("rtn", "mse", *CALIBRATING)
 FORMS = ("native", "compressed-tensors")
 
 what_options = stacked(
@@ -56,6 +58,7 @@ what_options = stacked(
 @source_argument
 @output_argument
 @what_options
+@calibration_options
 @run_options
 @click.option("--device", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True, help="Who computes.")
 @click.option("--dry-run", is_flag=True, help="Print what would be done, and stop.")
@@ -76,15 +79,22 @@ def quantize_model(source: str, output: Path, device: str, dry_run: bool, as_jso
     from tilewright.packer.summary import summarize
 
     running = Options(**{name: options.pop(name) for name in Options.__dataclass_fields__})
+    calibration = Calibration.taken_from(options)
     request = _request(options)
     checkpoint = open_checkpoint(source, consumed=kept_headers(output) if running.resume else None)
     plan = plan_quantize(checkpoint, request, _device(device))
+    if calibration:
+        plan = calibration.planned(plan, output)
     for note in (*checkpoint.notes, *plan.notes):
         say(f"note: {note}")
     job = prepare(plan, checkpoint, output, running)
     summary = summarize(plan, checkpoint, job, timed=dry_run)
     if not dry_run:
+        if calibration and not job.finished:
+            plan = calibration.run(plan, checkpoint, job.plan_hash)
         execute(plan, checkpoint, output, running, Silent() if as_json else progress_on())
+        if calibration:
+            calibration.end()
     loss = None if dry_run or running.consume else measure(checkpoint, open_checkpoint(output))
     if loss:
         say(f"note: {loss}")

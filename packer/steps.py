@@ -138,14 +138,19 @@ class QuantizeStep:
             if part.target is None:
                 outputs[f"{part.module}.weight"] = self.reader.raw(sources, slice(*part.rows)).contiguous()
                 continue
-            packed = part.target.checkpoint_layout.pack(self._solve(sources, part, part.target))
+            packed = part.target.checkpoint_layout.pack(self.solve(sources, part, part.target))
             outputs |= {f"{part.module}.{suffix}": tensor for suffix, tensor in packed.items()}
             if part.input_scale:
-                name, value = part.input_scale
-                outputs[name] = torch.tensor([value], dtype=torch.bfloat16)
+                name, default = part.input_scale
+                outputs[name] = torch.tensor([self.input_scale(part, default)], dtype=torch.bfloat16)
         return outputs
 
-    def _solve(self, sources: Sequence[torch.Tensor], part: Part, target: Target) -> QTensor:
+    def input_scale(self, part: Part, default: float) -> float:
+        """The static activation scale of a part; `default` unless activations are known."""
+        return default
+
+    def solve(self, sources: Sequence[torch.Tensor], part: Part, target: Target) -> QTensor:
+        """Codes and scales of a part."""
         fmt = target.weight_format
         if fmt.id in self.keeps and (kept := _keep(self.reader.codes(sources, fmt), part.rows)):
             return kept

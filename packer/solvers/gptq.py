@@ -26,15 +26,16 @@ class ErrorFeedback:
     """Rounds a weight so that its outputs on given inputs change least.
 
     Attributes:
-        inner: Chooses scales: those of a group when its first column is reached, those of whole rows before the first.
+        inner: Chooses scales. Without `act_order`, those of a group are chosen when its first column is reached.
         damping: Added to the diagonal of the Hessian, as a share of its mean.
         act_order: Round the columns with the largest inputs first. Column k still belongs to group k // block_k, so the
-            format stays plain; in exchange all scales are chosen beforehand, from the untouched weight.
+            format stays plain; in exchange all scales are chosen beforehand, from the untouched weight. Usually much
+            better: the most important columns are rounded while all others can still make up for them.
     """
 
     inner: Solver
     damping: float = 0.01
-    act_order: bool = False
+    act_order: bool = True
 
     def solve(
         self, weight: torch.Tensor, hessian: torch.Tensor, fmt: WeightFormat, scale_dtype: torch.dtype

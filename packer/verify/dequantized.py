@@ -74,4 +74,6 @@ def _values(contents: Contents, name: str, shape: tuple[int, ...]) -> torch.Tens
     if weight is None or weight.shape != shape:
         is_there = f"has shape {list(weight.shape)}" if weight else "is missing"
         raise VerifyError(f"{contents.title}: `{name}` {is_there}, the architecture wants {list(shape)}")
-    return weight.values()
+    values = weight.values()
+    contents.forget(weight)
+    return values

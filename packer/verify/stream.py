@@ -84,6 +84,10 @@ class StreamedModel:
         """Number of decoder layers."""
         return len(self._layers)
 
+    def module(self, index: int) -> tuple[str, nn.Module]:
+        """Path of decoder layer `index` in the model, and the layer itself, which has weights inside `layer` only."""
+        return self._layers[index]
+
     def embed(self, tokens: torch.Tensor, steps: Sequence[int]) -> tuple[torch.Tensor, list[list[Call]]]:
         """Embed windows, and learn how the model calls its layers for them.
 

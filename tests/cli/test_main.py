@@ -4,14 +4,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import click
 import pytest
 import torch
 
-from tilewright.cli import quantize_model
+from tilewright.cli import calibration, quantize_model
 from tilewright.cli.main import COMMANDS, load, run
 from tilewright.cli.options import SIZE
+from tilewright.packer.calibrate.method import Kind
 from tilewright.packer.schemes import SCHEMES
 from tilewright.packer.solvers import SOLVERS
 
@@ -40,7 +42,9 @@ def test_help_imports_no_torch() -> None:
 
 def test_choices_are_what_the_registries_hold() -> None:
     assert set(quantize_model.SCHEMES) == set(SCHEMES)
-    assert set(quantize_model.SOLVERS) == set(SOLVERS)
+    calibrating = set(get_args(Kind)) - {"scales"}
+    assert set(calibration.SOLVERS) == calibrating
+    assert set(quantize_model.SOLVERS) == set(SOLVERS) | calibrating
     assert set(quantize_model.FORMS) == {form for scheme in SCHEMES.values() for form in scheme.forms}
     assert list(COMMANDS)[0] == "quantize-model"
 

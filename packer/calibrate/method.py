@@ -1,0 +1,49 @@
+"""What a calibration is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from ..schemes.base import Target
+
+Kind = Literal["gptq", "scales"]
+
+
+@dataclass(frozen=True)
+class Method:
+    """What is done with what is seen; everything here can change a byte of the output.
+
+    Attributes:
+        kind: "gptq" solves weights by error feedback, "scales" only measures activations.
+        inner: Id of the solver that chooses scales of weights.
+        act_order: See `ErrorFeedback.act_order`.
+        percentile: Share of the elements of an activation that its static scale covers, in percent.
+        windows: Windows of the text, evenly spaced.
+        window: Tokens in each.
+    """
+
+    kind: Kind
+    inner: str = "mse"
+    act_order: bool = True
+    percentile: float = 100.0
+    windows: int = 256
+    window: int = 128
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the plan needs to know.
+
+    Attributes:
+        targets: Module -> how its weight will be stored.
+        inputs: Modules that get a static activation scale.
+    """
+
+    targets: Mapping[str, Target]
+    inputs: frozenset[str]
+
+    def needed(self, method: Method) -> set[str]:
+        """Modules that a calibration by `method` is for."""
+        return set(self.inputs) if method.kind == "scales" else set(self.targets)

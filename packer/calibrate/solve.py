@@ -1,0 +1,93 @@
+"""From what one layer saw to what is written about it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from tilewright.kernels.errors import SchemeError
+
+from ..solvers import SOLVERS
+from ..solvers.gptq import ErrorFeedback
+from .method import Method, Wanted
+from .observe import ENOUGH, ExpertInputs, Observed
+from .statistics import InputStatistics
+from .store import Solution
+
+
+@dataclass
+class LayerSolver:
+    """Solves the Linears and experts of one layer.
+
+    Attributes:
+        method: What is asked for.
+        wanted: What the plan needs.
+        solution: What was found so far.
+    """
+
+    method: Method
+    wanted: Wanted
+    solution: Solution = field(default_factory=Solution)
+
+    @property
+    def feeds_back(self) -> bool:
+        """Whether Hessians are needed."""
+        return self.method.kind == "gptq"
+
+    def solve(self, modules: Mapping[str, nn.Module], observed: Observed) -> Solution:
+        """Solve everything that was observed.
+
+        Args:
+            modules: Path -> module of the layer, filled with the source's weights.
+            observed: What they were fed.
+        """
+        for name, statistics in observed.linears.items():
+            weight = modules[name].weight
+            assert isinstance(weight, torch.Tensor)
+            self._weight(name, weight, statistics)
+        for path, inputs in observed.experts.items():
+            for expert, count in enumerate(inputs.counts().tolist()):
+                self.solution.tokens[f"{path}.{expert}"] = count
+                self._expert(f"{path}.{expert}", inputs, expert)
+        return self.solution
+
+    def _expert(self, path: str, inputs: ExpertInputs, expert: int) -> None:
+        names = [f"{path}.{projection}" for projection in ("gate_proj", "up_proj", "down_proj")]
+        if not any(name in self.wanted.targets or name in self.wanted.inputs for name in names):
+            return
+        tokens, counted = inputs.of(expert)
+        outer = InputStatistics(tokens.shape[1], self.feeds_back)
+        outer.add(tokens, counted)
+        for name, weight in zip(names, inputs.module.gate_up_proj[expert].chunk(2), strict=False):
+            self._weight(name, weight, outer)
+        fed = inputs.inner(expert, tokens)
+        inner = InputStatistics(fed.shape[1], self.feeds_back)
+        inner.add(fed, counted)
+        self._weight(names[2], inputs.module.down_proj[expert], inner)
+
+    def _weight(self, name: str, weight: torch.Tensor, statistics: InputStatistics) -> None:
+        if name in self.wanted.inputs:
+            self.solution.inputs[name] = statistics.percentile(self.method.percentile)
+        target = self.wanted.targets.get(name)
+        if target is None or not self.feeds_back:
+            return
+        if not bool(torch.isfinite(weight).all()):
+            raise SchemeError(f"{name}.weight: holds a NaN or an infinity; only finite weights can be quantized")
+        assert statistics.hessian is not None
+        solver = ErrorFeedback(SOLVERS[self.method.inner], act_order=self.method.act_order)
+        self.solution.weights[name] = solver.solve(weight, statistics.hessian, target.weight_format, target.scale_dtype)
+
+
+def rarely_hit(tokens: Mapping[str, int]) -> list[str]:
+    """A note on the experts that saw too little to be judged by it alone."""
+    rare = {path: count for path, count in tokens.items() if count < ENOUGH}
+    if not rare:
+        return []
+    listed = ", ".join(f"{path} ({count})" for path, count in sorted(rare.items(), key=lambda item: item[1]))
+    return [
+        f"{len(rare)} of {len(tokens)} experts saw fewer than {ENOUGH} tokens of the calibration text and borrowed "
+        f"others of their layer (own tokens in brackets): {listed}"
+    ]

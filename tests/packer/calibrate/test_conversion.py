@@ -1,0 +1,145 @@
+"""Conversions that calibrate: what they write loads, is better, is the same again, and has the scales engines want."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+
+transformers = pytest.importorskip("transformers")
+
+from tilewright.cli.quantize_model import quantize_model  # noqa: E402
+from tilewright.packer.calibrate.store import Solution, Store  # noqa: E402
+from tilewright.packer.checkpoint import open_checkpoint  # noqa: E402
+from tilewright.packer.verify.dequantized import stream_dequantized  # noqa: E402
+from tilewright.packer.verify.directory import read_contents  # noqa: E402
+from tilewright.packer.verify.model import compare_models  # noqa: E402
+from tilewright.packer.verify.text import evenly_spaced_windows, read_tokens  # noqa: E402
+
+MODELS = Path(__file__).parents[3] / "examples" / "models"
+TEXT = MODELS / "heldout.txt"
+TINY = ("tiny-qwen3-moe", "tiny-deepseek-v3")
+CALIBRATE = ("--calibrate", str(TEXT), "--calibrate-windows", "16", "--calibrate-window", "64")
+
+
+def convert(model: str, output: Path, *options: str, code: int = 0) -> Result:
+    result = CliRunner().invoke(quantize_model, [str(MODELS / model), str(output), *options, "--debug"])
+    assert result.exit_code == code, result.output
+    return result
+
+
+def divergence(model: str, output: Path) -> float:
+    """KL divergence of the output from its source on windows between those of the calibration."""
+    windows = evenly_spaced_windows(read_tokens(MODELS / model, TEXT)[100:], 17, 64)
+    sides = [
+        stream_dequantized(transformers.AutoConfig.from_pretrained(path), read_contents(open_checkpoint(path)))
+        for path in (MODELS / model, output)
+    ]
+    return compare_models(sides[0], sides[1], windows, 0).overall.kl
+
+
+@pytest.mark.parametrize(
+    ("model", "scheme"),
+    [("tiny-qwen3-moe", ("int4", "--group-size", "64")), ("tiny-deepseek-v3", ("w4afp8",))],
+    ids=("int4", "w4afp8"),
+)
+def test_gptq_comes_closer_to_the_source(model: str, scheme: tuple[str, ...], tmp_path: Path) -> None:
+    convert(model, tmp_path / "rtn", "--scheme", *scheme, "--solver", "rtn")
+    convert(model, tmp_path / "gptq", "--scheme", *scheme, "--solver", "gptq", *CALIBRATE)
+    shapes = [
+        {name: (t.dtype, t.shape) for name, t in load_file(tmp_path / solver / "model.safetensors").items()}
+        for solver in ("rtn", "gptq")
+    ]
+    assert shapes[0] == shapes[1]
+    assert divergence(model, tmp_path / "gptq") < 0.8 * divergence(model, tmp_path / "rtn")
+    assert json.loads((tmp_path / "gptq" / "manifest.json").read_text())["options"]["solver"] == "gptq"
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_w4afp8_has_a_static_scale_for_every_expert(tmp_path: Path) -> None:
+    options = ("--scheme", "w4afp8", "--solver", "rtn", *CALIBRATE)
+    result = convert("tiny-qwen3-moe", tmp_path / "full", *options)
+    assert "experts saw fewer than" in result.output
+    assert "experts saw fewer than" in (tmp_path / "full" / "ledger.json").read_text()
+    convert("tiny-qwen3-moe", tmp_path / "cut", *options, "--percentile", "99")
+    full, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("full", "cut"))
+    stems = {name.rpartition(".")[0].rpartition(".")[0] for name in full if ".experts." in name}
+    assert len(stems) == 8 * 4
+    for stem in stems:
+        w1, w2, w3 = (full[f"{stem}.{w}.input_scale"] for w in ("w1", "w2", "w3"))
+        assert torch.equal(w1, w3)
+        for scale, smaller in ((w1, cut[f"{stem}.w1.input_scale"]), (w2, cut[f"{stem}.w2.input_scale"])):
+            assert scale.dtype == torch.bfloat16
+            assert scale.shape == (1,)
+            assert 0 < float(smaller) < float(scale) < 1
+    weights = [name for name in full if not name.endswith("input_scale")]
+    assert all(torch.equal(full[name].view(torch.uint8), cut[name].view(torch.uint8)) for name in weights)
+
+
+def test_an_interrupted_calibration_goes_on_and_gives_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments = ("--scheme", "w4afp8", "--solver", "rtn", *CALIBRATE)
+    convert("tiny-qwen3-moe", tmp_path / "once", *arguments)
+    saved: list[Path] = []
+    save = Solution.save
+
+    def interrupt(self: Solution, path: Path) -> None:
+        saved.append(path)
+        if len(saved) == 3:
+            raise KeyboardInterrupt
+        save(self, path)
+
+    output = tmp_path / "twice"
+    with monkeypatch.context() as patch:
+        patch.setattr(Solution, "save", interrupt)
+        convert("tiny-qwen3-moe", output, *arguments, code=1)
+    folder = Store.beside(output).folder
+    kept = {path: path.stat().st_mtime_ns for path in folder.glob("*.safetensors")}
+    assert len(kept) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(Solution, "save", lambda self, path: (saved.append(path), save(self, path)))
+        convert("tiny-qwen3-moe", output, *arguments, "--resume")
+    assert len(saved) == 3 + 2  # the two layers that were there were not solved again
+    assert not folder.exists()
+    for path in (tmp_path / "once").iterdir():
+        assert path.read_bytes() == (output / path.name).read_bytes()
+    convert("tiny-qwen3-moe", output, *arguments, "--resume")
+    assert not folder.exists()
+
+
+def test_another_calibration_does_not_use_what_is_left(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    store.begin("first")
+    Solution(tokens={"model.layers.0.mlp.experts.0": 3}).save(store.file("model.layers.0"))
+    store.finish(["noticed"])
+    store.begin("first")
+    assert store.finished() == ["noticed"]
+    assert store.find("model.layers.0.mlp.experts.0.up_proj").tokens
+    store.begin("second")
+    assert store.finished() is None
+    assert not store.find("model.layers.0.mlp.experts.0.up_proj").tokens
+    assert not store.find("lm_head").weights
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    with pytest.raises(Exception, match="holds something else"):
+        Store(tmp_path / "mine").begin("first")
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (("--scheme", "int4", "--solver", "gptq"), 2, "needs --calibrate"),
+        (("--scheme", "int4", *CALIBRATE), 1, "nothing would use it"),
+        (("--scheme", "w4afp8", "--act-order", *CALIBRATE), 2, "belongs to --solver gptq"),
+    ],
+)
+def test_a_calibration_without_use_is_refused(
+    options: tuple[str, ...], code: int, message: str, tmp_path: Path
+) -> None:
+    result = CliRunner().invoke(quantize_model, [str(MODELS / TINY[0]), str(tmp_path / "out"), *options])
+    assert message in f"{result.output} {result.exception}"
+    assert result.exit_code == code
+    assert list(tmp_path.iterdir()) == []
