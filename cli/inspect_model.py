@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 import click
 
 from .options import debug_option, json_option, print_json
@@ -18,10 +20,19 @@ def inspect_model(path: str, excluded: bool, as_json: bool) -> None:
     PATH is a directory, plain, quantized or packed, a .safetensors file or a hub id.
     """
     from tilewright.packer.checkpoint import open_checkpoint
+    from tilewright.packer.exclusions import described, engine_views
     from tilewright.packer.inspect import inspect
     from tilewright.packer.inspect_text import describe
 
-    found = inspect(open_checkpoint(path), path)
+    checkpoint = open_checkpoint(path)
+    if excluded:
+        views = engine_views(checkpoint)
+        if as_json:
+            print_json([asdict(view) for view in views])
+        else:
+            click.echo(described(views))
+        return
+    found = inspect(checkpoint, path)
     if as_json:
         print_json(found.to_json())
     else:
