@@ -1,15 +1,13 @@
 """The operator `tilewright::w4a8_grouped_mm`: int4 weights of many experts by FP8 activations sorted by expert.
 
 Nothing here reads device memory on the host: the kernel finds its tiles from `offsets` itself, so the operator can be
-captured in a CUDA graph. After the first call of a shape, a call launches the compiled kernel directly and reuses
-tensor map descriptors by address, which keeps the host's share small.
+captured in a CUDA graph.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from typing import Any
 
 import torch
 
@@ -21,7 +19,7 @@ with contextlib.suppress(ImportError):  # CPU builds of torch come without Trito
 
     from . import triton_kernel
 with contextlib.suppress(ImportError, AttributeError):  # other releases have another interface
-    from . import gluon_kernel
+    from . import gluon_launch
 
 FP8 = torch.float8_e4m3fn
 LIBRARY = torch.library.Library("tilewright", "FRAGMENT")
@@ -57,15 +55,21 @@ def w4a8_grouped_mm(
         LayoutError: An operand does not have the dtype or shape above.
         KernelUnavailableError: No kernel runs on this device.
     """
-    return torch.ops.tilewright.w4a8_grouped_mm(x, tiles, scales, offsets, a_scale, group)  # type: ignore[no-any-return]
+    return torch.ops.tilewright.w4a8_grouped_mm.default(x, tiles, scales, offsets, a_scale, group)  # type: ignore[no-any-return]
 
 
-def check(
-    x: torch.Tensor, tiles: torch.Tensor, scales: torch.Tensor, offsets: torch.Tensor, a_scale: torch.Tensor, group: int
-) -> None:
-    """Refuse operands that do not fit together; by dtype and shape alone."""
-    m, k = x.shape
-    experts, blocks, depth = tiles.shape[:3]
+Fact = tuple[torch.dtype, torch.Size, bool]
+
+
+def fact(tensor: torch.Tensor) -> Fact:
+    """Dtype, shape and contiguity."""
+    return tensor.dtype, tensor.shape, tensor.is_contiguous()
+
+
+def check(x: Fact, tiles: Fact, scales: Fact, offsets: Fact, a_scale: Fact, group: int) -> None:
+    """Refuse operands that do not fit together."""
+    m, k = x[1]
+    experts, blocks, depth = tiles[1][:3]
     if group not in {128, 64, 32}:
         raise LayoutError(f"w4a8_grouped_mm: group {group} is not 128, 64 or 32")
     if k % group:
@@ -75,12 +79,15 @@ def check(
         "tiles": (tiles, torch.uint8, (experts, blocks, -(-k // 128), 64, 64)),
         "scales": (scales, torch.bfloat16, (experts, depth * (128 // group), blocks * 64)),
         "offsets": (offsets, torch.int32, (experts + 1,)),
-        "a_scale": (a_scale, torch.float32, (1,) if a_scale.shape == (1,) else (m,)),
+        "a_scale": (a_scale, torch.float32, (1,) if a_scale[1] == (1,) else (m,)),
     }
-    for name, (tensor, dtype, shape) in wanted.items():
-        if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-            got = f"{tensor.dtype} {list(tensor.shape)}"
+    for name, ((got_dtype, got_shape, contiguous), dtype, shape) in wanted.items():
+        if got_dtype != dtype or tuple(got_shape) != shape or not contiguous:
+            got = f"{got_dtype} {list(got_shape)}"
             raise LayoutError(f"w4a8_grouped_mm: `{name}` is {got}, not contiguous {dtype} {list(shape)}")
+
+
+check_once = functools.lru_cache(maxsize=4096)(check)
 
 
 def _meta(
@@ -91,7 +98,7 @@ def _meta(
     a_scale: torch.Tensor,
     group: int = 128,
 ) -> torch.Tensor:
-    check(x, tiles, scales, offsets, a_scale, group)
+    check(fact(x), fact(tiles), fact(scales), fact(offsets), fact(a_scale), group)
     return x.new_empty(x.shape[0], tiles.shape[1] * 64, dtype=torch.bfloat16)
 
 
@@ -103,7 +110,7 @@ def _cpu(
     a_scale: torch.Tensor,
     group: int = 128,
 ) -> torch.Tensor:
-    check(x, tiles, scales, offsets, a_scale, group)
+    check(fact(x), fact(tiles), fact(scales), fact(offsets), fact(a_scale), group)
     return reference.grouped_mm(x, tiles, scales, offsets, a_scale, group).to(torch.bfloat16)
 
 
@@ -115,10 +122,11 @@ def _cuda(
     a_scale: torch.Tensor,
     group: int = 128,
 ) -> torch.Tensor:
-    out = _meta(x, tiles, scales, offsets, a_scale, group)
+    check_once(fact(x), fact(tiles), fact(scales), fact(offsets), fact(a_scale), group)
+    out = torch.empty(x.shape[0], tiles.shape[1] * 64, dtype=torch.bfloat16, device=x.device)
     if not x.shape[0]:
         return out
-    if support.gluon_on(x.device) and group == 128:
+    if group == 128 and support.gluon_on(x.device.index):
         _run_gluon(x, tiles, scales, offsets, a_scale, out)
     else:
         _run_triton(x, tiles, scales, offsets, a_scale, out, group)
@@ -163,26 +171,6 @@ def _run_triton(
         )
 
 
-@functools.lru_cache(maxsize=4096)
-def _activation_descriptors(address: int, rows: int, columns: int) -> tuple[Any, Any]:
-    return gluon_kernel.activation_descriptors(address, rows, columns)
-
-
-@functools.lru_cache(maxsize=65536)
-def _weight_descriptor(address: int, rows: int) -> Any:
-    return gluon_kernel.weight_descriptor(address, rows)
-
-
-@functools.cache
-def _compile(device: int, n: int, groups: int, per_token: bool) -> tuple[Any, int, tuple[Any, ...]]:
-    """The kernel for one shape, the number of programs that fill the device, and the compile-time arguments."""
-    launch = support.launch_for(groups)
-    constants = (n, groups, per_token, launch.stages, launch.unroll, launch.registers)
-    with torch.cuda.device(device):
-        kernel = gluon_kernel.compile_grouped(constants)
-    return kernel, torch.cuda.get_device_properties(device).multi_processor_count, constants
-
-
 def _run_gluon(
     x: torch.Tensor,
     tiles: torch.Tensor,
@@ -191,14 +179,16 @@ def _run_gluon(
     a_scale: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    (m, k), n, experts, device = x.shape, out.shape[1], tiles.shape[0], x.device.index
-    addresses = x.data_ptr(), tiles.data_ptr(), scales.data_ptr()
-    if any(address % 16 for address in addresses):
+    (m, k), experts, device = x.shape, tiles.shape[0], x.device.index
+    pointers = scales.data_ptr(), a_scale.data_ptr(), out.data_ptr(), offsets.data_ptr()
+    x_address, w_address = x.data_ptr(), tiles.data_ptr()
+    if (x_address | w_address | pointers[0]) % 16:
         raise LayoutError("w4a8_grouped_mm: x, tiles and scales must start at multiples of 16 bytes")
-    kernel, programs, constants = _compile(device, n, -(-k // 128), a_scale.numel() > 1)
-    x16, x32 = _activation_descriptors(addresses[0], m, k)
-    w = _weight_descriptor(addresses[1], tiles.numel() // 64)
-    most_tiles = (-(-m // 128) + min(experts, m)) * -(-n // 256)
-    pointers = addresses[2], a_scale.data_ptr(), out.data_ptr(), offsets.data_ptr()
-    with torch.cuda.device(device):
-        gluon_kernel.launch(kernel, min(programs, most_tiles), device, (x16, x32, w, *pointers, experts, *constants))
+    launch = support.launch_for(m, experts)
+    kernel = gluon_launch.compiled(device, out.shape[1], -(-k // 128), a_scale.shape[0] > 1, launch)
+    operands = (x_address, m, k), (w_address, tiles.numel() // 64), pointers, experts
+    if torch._C._cuda_getDevice() == device:  # costs less than the context
+        gluon_launch.start(kernel, device, *operands)
+    else:
+        with torch.cuda.device(device):
+            gluon_launch.start(kernel, device, *operands)

@@ -25,14 +25,28 @@ class Launch:
     """Sizes of the Gluon kernel.
 
     Attributes:
+        consumers: Warpgroups that multiply: 2 or 4.
+        blocks: Blocks of 64 weight rows of each: 1 or 2.
+        tile_m: Most activation rows of a tile.
         stages: Depth of the ring that the producer fills.
-        unroll: Groups between two points where no product is in flight; must divide the number of groups.
         registers: Registers of a consumer thread.
+        unroll: Groups between two points where no product is in flight, if it divides the number of groups.
+        turns: Whether two consumers issue their products in turn.
+        passes: 3 to begin with the experts that have many rows, else 1.
+        programs: Programs that share a multiprocessor.
+        max_registers: Registers of a thread at the start; None leaves them to the compiler.
     """
 
-    stages: int = 6
-    unroll: int = 2
-    registers: int = 240
+    consumers: int
+    blocks: int
+    tile_m: int
+    stages: int
+    registers: int
+    unroll: int = 1
+    turns: bool = False
+    passes: int = 3
+    programs: int = 1
+    max_registers: int | None = None
 
 
 @dataclass(frozen=True)
@@ -46,6 +60,10 @@ class TritonLaunch:
 
 
 # Rows per expert, on average, up to which a line holds.
+TUNED: tuple[tuple[float, Launch], ...] = (
+    (64, Launch(consumers=4, blocks=1, tile_m=64, stages=8, registers=112)),
+    (float("inf"), Launch(consumers=2, blocks=2, tile_m=128, stages=6, registers=240, turns=True)),
+)
 TUNED_TRITON: tuple[tuple[float, TritonLaunch], ...] = (
     (24, TritonLaunch(64, 16, 4, 4)),
     (96, TritonLaunch(128, 64, 4, 8)),
@@ -53,9 +71,10 @@ TUNED_TRITON: tuple[tuple[float, TritonLaunch], ...] = (
 )
 
 
-def launch_for(groups: int) -> Launch:
-    """Sizes for a weight of `groups` groups of 128 columns."""
-    return Launch(unroll=2 if groups % 2 == 0 else 1)
+@functools.lru_cache(maxsize=4096)
+def launch_for(rows: int, experts: int) -> Launch:
+    """Sizes for `rows` activation rows over `experts` experts."""
+    return next(launch for limit, launch in TUNED if rows / experts <= limit)
 
 
 def triton_launch_for(rows: int, experts: int) -> TritonLaunch:
@@ -99,6 +118,7 @@ def use_gluon(capability: tuple[int, int], version: str | None) -> bool:
     return False
 
 
-def gluon_on(device: torch.device) -> bool:
-    """Whether the Gluon kernel runs on `device`; see `use_gluon`."""
+@functools.cache
+def gluon_on(device: int) -> bool:
+    """Whether the Gluon kernel runs on the device of this index; see `use_gluon`."""
     return use_gluon(torch.cuda.get_device_capability(device), triton_version())

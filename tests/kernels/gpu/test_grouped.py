@@ -5,7 +5,7 @@ import torch
 
 from tilewright.kernels.errors import LayoutError
 from tilewright.kernels.formats import INT4_BY_GROUP
-from tilewright.kernels.gpu import grouped, reference
+from tilewright.kernels.gpu import grouped, reference, support
 from tilewright.kernels.layouts.gpu_hopper import GPU_HOPPER_W4
 from tilewright.kernels.tensors import QTensor
 
@@ -104,6 +104,17 @@ def test_gpu_agrees_with_float64(rows: list[int], n: int, k: int, per_token: boo
     got = run_on_gpu(args)
     assert torch.isfinite(got).all()
     assert relative_error(got, reference.grouped_mm(*args)) < 2e-3
+
+
+@needs_gpu
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("launch", [launch for _, launch in support.TUNED], ids=lambda launch: f"m{launch.tile_m}")
+def test_gpu_takes_any_rows_with_any_sizes(
+    rows: list[int], launch: support.Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped.support, "launch_for", lambda rows, experts: launch)
+    args = operands(rows, 320, 640)
+    assert relative_error(run_on_gpu(args), reference.grouped_mm(*args)) < 2e-3
 
 
 @needs_gpu

@@ -44,12 +44,18 @@ def test_refusals_name_the_way_out(capability: tuple[int, int], version: str | N
     assert caught.value.hint
 
 
-@pytest.mark.parametrize("groups", [1, 5, 16, 56])
-def test_unroll_divides_the_groups(groups: int) -> None:
-    assert groups % support.launch_for(groups).unroll == 0
-
-
 def test_every_load_has_sizes() -> None:
     launches = [support.triton_launch_for(rows, 32) for rows in (1, 32, 256, 2048, 16384)]
     assert launches[0].block_m == 16
     assert launches[-1].block_m == 128
+    assert support.launch_for(1, 256).tile_m < support.launch_for(16384, 32).tile_m
+
+
+@pytest.mark.parametrize("launch", [launch for _, launch in support.TUNED])
+def test_sizes_fit_a_multiprocessor(launch: support.Launch) -> None:
+    """227 KiB of shared memory and 64 Ki registers, with 24 for each of the producer's warpgroup of threads."""
+    stage = 4096 * launch.consumers * launch.blocks + 128 * launch.tile_m
+    buffers = launch.consumers * launch.tile_m * 64 * 2
+    assert launch.programs * (launch.stages * stage + buffers + 2048) <= 227 * 1024
+    assert launch.programs * 128 * (launch.consumers * launch.registers + 24) <= 65536
+    assert not launch.turns or launch.consumers == 2
