@@ -54,11 +54,10 @@ class QuantizeOptions:
             raise PlanError(
                 f"scheme {scheme.id} has no format `{form}`", hint=f"use --format {' or '.join(scheme.forms)}"
             )
-        if self.group_size and self.group_size not in scheme.groups and (scheme.groups or self.group_size != 128):
-            allowed = ", ".join(map(str, sorted(scheme.groups))) or "none to choose"
-            raise PlanError(
-                f"scheme {scheme.id} has no group size {self.group_size}", hint=f"its group sizes: {allowed}"
-            )
+        if self.group_size and self.group_size not in scheme.groups:
+            sizes = ", ".join(map(str, sorted(scheme.groups)))
+            hint = f"its group sizes: {sizes}" if sizes else "leave --group-size out: this scheme has no groups"
+            raise PlanError(f"scheme {scheme.id} has no group size {self.group_size}", hint=hint)
         group = self.group_size or (scheme.groups[0] if scheme.groups else 128)
         solver = SOLVERS[self.solver or scheme.solver].id
         return asdict(self) | {"form": form, "group_size": group, "solver": solver}

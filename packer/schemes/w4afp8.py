@@ -29,4 +29,5 @@ W4AFP8 = Scheme(
         ),
     },
     solver="mse",
+    groups=(128,),
 )
