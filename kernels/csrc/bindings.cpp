@@ -1,9 +1,6 @@
-// The torch operators: checks, memory and threads around one call of the chosen instruction set. The only file that
-// includes torch, on its stable ABI, so that one binary serves every torch from 2.10 on.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
+// The operators of packed matrices: checks, memory and threads around one call of the chosen instruction set. Only the
+// bindings include torch, on its stable ABI, so that one binary serves every torch from 2.10 on.
+#include "bindings.h"
 
 #include <algorithm>
 #include <atomic>
@@ -17,28 +14,6 @@
 
 namespace tilewright {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
-int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
-
-std::string shape(const Tensor& t) {
-  std::string s = "[";
-  for (int64_t i = 0; i < t.dim(); ++i) s += (i ? ", " : "") + std::to_string(t.size(i));
-  return s + "]";
-}
-
-Float float_type(const Tensor& x) {
-  const ScalarType type = x.scalar_type();
-  TILEWRIGHT_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
-                   "x must be float32, bfloat16 or float16");
-  return type == ScalarType::Float ? Float::f32 : type == ScalarType::BFloat16 ? Float::bf16 : Float::f16;
-}
-
-void check_contiguous(const Tensor& t, const char* name, ScalarType type, const char* type_name) {
-  TILEWRIGHT_CHECK(t.scalar_type() == type && t.is_contiguous(), name, " must be a contiguous ", type_name, " tensor");
-}
 
 const float* checked_bias(const std::optional<Tensor>& bias, int64_t n) {
   if (!bias) return nullptr;

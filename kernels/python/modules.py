@@ -10,10 +10,10 @@ from torch import nn
 
 from . import ops
 from .errors import KernelUnavailableError
-from .experts_op import ACTIVATIONS, experts
 from .layouts.base import check_tensors
 from .linear_kernels import LINEAR_KERNELS, LinearKernel
 from .module_spec import ModuleSpec
+from .ops_experts import ACTIVATIONS, fused_experts
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
@@ -57,8 +57,13 @@ class PackedWeight(nn.Module):
     def extra_repr(self) -> str:
         """Shape, format, layout, operator."""
         shape = ", ".join(str(size) for size in self.spec.shape)
-        kernel = f"{self.spec.layout.id}, {self.kernel.op.__name__}"
+        kernel = f"{self.spec.layout.id}, {self.operator}"
         return f"[{shape}], {self.spec.format.id}, {kernel}, bias={self.bias is not None}"
+
+    @property
+    def operator(self) -> str:
+        """Name of the operator that multiplies by it, `torch.ops.tilewright.<operator>`."""
+        return self.kernel.op.__name__
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors of the weight in the order of its kernel, without the bias."""
@@ -100,31 +105,51 @@ class PackedLinear(PackedWeight):
 class PackedStack(PackedWeight):
     """A stack of packed matrices [E, N, K], multiplied by `PackedExperts`."""
 
+    @property
+    def operator(self) -> str:
+        """One operator for all kinds of experts."""
+        return fused_experts.__name__
+
 
 class PackedExperts(nn.Module):
-    """The routed experts of one layer; `experts_op.experts` states what they compute.
+    """The routed experts of one layer; `reference_experts.fused_experts` states what they compute.
 
     Args:
         name: Name of the module, for messages.
         w13: Gate and up [E, 2I, H], parts 2, gate first.
         w2: Down [E, H, I].
-        activation: A key of `experts_op.ACTIVATIONS`.
+        activation: One of `ops_experts.ACTIVATIONS`.
+        alpha: Slope of `clamped_swiglu`.
+        limit: Bound of `clamped_swiglu`.
 
     Attributes:
         reduce: Adds up the results of all ranks, where this one has some of the experts or columns; None by default.
 
     Raises:
-        KernelUnavailableError: The activation is unknown.
+        KernelUnavailableError: The activation is unknown, or the stacks are of different kinds.
     """
 
-    def __init__(self, name: str, w13: PackedStack, w2: PackedStack, activation: str = "silu") -> None:
+    def __init__(
+        self,
+        name: str,
+        w13: PackedStack,
+        w2: PackedStack,
+        activation: str = "silu",
+        alpha: float = 1.702,
+        limit: float = 7.0,
+    ) -> None:
         super().__init__()
         if activation not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
             raise KernelUnavailableError(f"{name}: unknown activation `{activation}`; known are {known}")
+        if w13.kernel is not w2.kernel:
+            layouts = f"w13 is in layout `{w13.kernel.id}`, w2 in `{w2.kernel.id}`"
+            raise KernelUnavailableError(f"{name}: {layouts}, the kernel needs one for both")
         self.w13 = w13
         self.w2 = w2
         self.activation = activation
+        self.alpha = alpha
+        self.limit = limit
         self.reduce: Reduce | None = None
 
     def extra_repr(self) -> str:
@@ -142,20 +167,24 @@ class PackedExperts(nn.Module):
         Returns:
             [T, H] in the dtype of `x`.
         """
-        upper, lower = self.w13, self.w2
-        y: torch.Tensor = experts(
+        w13, w2 = (dict(zip(stack.kernel.suffixes, stack.tensors(), strict=True)) for stack in (self.w13, self.w2))
+        y = fused_experts(
             x,
-            top_k_index,
-            top_k_weights,
-            upper.tensors(),
-            upper.bias,
-            upper.spec.layout.id,
-            lower.tensors(),
-            lower.bias,
-            lower.spec.layout.id,
-            lower.spec.shape[-1],
-            upper.spec.first_expert,
-            self.activation,
+            top_k_weights.float().contiguous(),
+            top_k_index.contiguous(),
+            w13["weight"],
+            w2["weight"],
+            self.w2.spec.shape[-1],
+            w13_scale=w13.get("weight_scale", w13.get("weight_scale_inv")),
+            w2_scale=w2.get("weight_scale", w2.get("weight_scale_inv")),
+            w13_zeros=w13.get("weight_zero_point"),
+            w2_zeros=w2.get("weight_zero_point"),
+            w13_bias=self.w13.bias,
+            w2_bias=self.w2.bias,
+            activation=self.activation,
+            alpha=self.alpha,
+            limit=self.limit,
+            first_expert=self.w13.spec.first_expert,
         )
         return y if self.reduce is None else self.reduce(y)
 
@@ -189,7 +218,7 @@ def report_kernels(model: nn.Module) -> list[KernelUse]:
     chosen = next(number for number, status in enumerate(statuses) if status.chosen)
     faster = tuple(f"{status.name}: {status.reason}" for status in statuses[:chosen])
     return [
-        KernelUse(name, module.spec.layout.id, f"{module.kernel.op.__name__} on {statuses[chosen].name}", faster)
+        KernelUse(name, module.spec.layout.id, f"{module.operator} on {statuses[chosen].name}", faster)
         for name, module in model.named_modules()
         if isinstance(module, PackedWeight)
     ]

@@ -192,10 +192,3 @@ def test_compiles_without_graph_breaks() -> None:
         x, ids = torch.randn(tokens, 96).to(torch.bfloat16), torch.randint(0, 3, (tokens, 2))
         weights = torch.rand(tokens, 2)
         assert torch.equal(compiled(x, ids, weights), block(x, ids, weights))
-
-
-def test_the_operator_of_experts_is_sound() -> None:
-    w13, w2 = module_of(random_weight(INT8, (2, 128, 64), 2)), module_of(random_weight(INT8, (2, 64, 64)))
-    x, ids, weights = torch.randn(3, 64).to(torch.bfloat16), torch.tensor([[0, 1], [1, -1], [0, 0]]), torch.rand(3, 2)
-    arguments = (w13.tensors(), None, w13.spec.layout.id, w2.tensors(), None, w2.spec.layout.id, 64, 0, "silu")
-    torch.library.opcheck(torch.ops.tilewright.experts.default, (x, ids, weights, *arguments))

@@ -67,13 +67,27 @@ struct Blocking {
   int64_t prefetch;         // whether the products ask for the weights of the next chunk
 };
 
-// One instruction set. prepare and compute may run on several threads at once, for disjoint ranges.
+struct Experts;  // experts.h
+struct Routed;
+
+// Some rows of x, from a multiple of `rows` on, times some packed blocks.
+struct Range {
+  int64_t row_begin, row_end, block_begin, block_end;
+};
+
+// One instruction set. All but plan may run on several threads at once, for disjoint ranges.
 struct Isa {
   const char* name;
   const Blocking* blocking;
   void (*plan)(Linear*, const Blocking*);
   void (*prepare)(const Linear*, int64_t group_begin, int64_t group_end, void* scratch);
   void (*compute)(const Linear*, int64_t task_begin, int64_t task_end, void* scratch);
+  // The steps of an expert layer, isa/experts-inl.h.
+  void (*convert_rows)(const Experts*, int64_t token_begin, int64_t token_end, void* scratch);
+  void (*gather_rows)(const Experts*, const Routed*, int64_t row_begin, int64_t row_end);
+  void (*gate_up)(const Experts*, const Routed*, const Range*, void* scratch);
+  void (*down)(const Experts*, const Routed*, int64_t block_begin, int64_t block_end, float* total, void* scratch);
+  void (*store_rows)(const Experts*, int64_t block_begin, int64_t block_end, const float* total);
 };
 
 #define TILEWRIGHT_DECLARE_ISA(name) extern "C" __attribute__((visibility("hidden"))) const Isa tilewright_isa_##name

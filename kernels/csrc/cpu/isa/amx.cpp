@@ -1,6 +1,7 @@
 // AMX tiles of the processor; everything around the products in AVX-512.
 #include "amx-inl.h"
 #include "avx512-panels-inl.h"
+#include "table-inl.h"
 
 namespace {
 

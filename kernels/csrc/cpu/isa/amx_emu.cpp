@@ -4,6 +4,7 @@
 
 #include "amx-inl.h"
 #include "scalar-panels-inl.h"
+#include "table-inl.h"
 
 namespace {
 

@@ -1,3 +1,4 @@
 #include "avx2-inl.h"
+#include "table-inl.h"
 
 TILEWRIGHT_ISA(avx2, VectorIsa<Avx2>)

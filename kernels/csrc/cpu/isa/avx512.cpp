@@ -1,5 +1,6 @@
 // 512-bit registers: AVX-512 with VNNI, BF16 and VBMI.
 #include "avx512-panels-inl.h"
+#include "table-inl.h"
 #include "vector-inl.h"
 
 namespace {

@@ -117,54 +117,76 @@ void store_row(const float* v, const Linear* p, int64_t row, int64_t column, int
   memcpy(static_cast<uint16_t*>(p->y) + at, out, size_t(count) * 2);
 }
 
-// Sums -> y for one block: row scales, column scales of int8, bias, rounding; products are rounded apart.
+// What turns the sums of one block into values: column scales of int8, bias.
+struct Columns {
+  int64_t first, count;  // columns of y
+  float scale[kBlockN], bias[kBlockN];
+  int32_t correction[kBlockN];
+};
+
 template <class I>
-void finish(const Linear* p, int64_t block, int64_t row_begin, int64_t row_end, const void* sums) {
-  const int64_t column = block * kBlockN, count = smaller(kBlockN, p->n - column);
-  float bias[kBlockN] = {}, scale[kBlockN] = {};
-  int32_t correction[kBlockN] = {};
-  if (p->bias) memcpy(bias, p->bias + column, size_t(count) * 4);
+Columns columns_of(const Linear* p, int64_t block) {
+  Columns c{};
+  c.first = block * kBlockN;
+  c.count = smaller(kBlockN, p->n - c.first);
+  if (p->bias) memcpy(c.bias, p->bias + c.first, size_t(c.count) * 4);
   if (p->kind == Kind::int8) {
-    memcpy(scale, p->scale + column, size_t(count) * 4);
+    memcpy(c.scale, p->scale + c.first, size_t(c.count) * 4);
     // The file holds 128 * sum_k w for activations stored as q + 128.
-    if (I::kBiasedInt8) memcpy(correction, block_weights(p, block) + p->padded_k * kBlockN, sizeof correction);
+    if (I::kBiasedInt8) memcpy(c.correction, block_weights(p, block) + p->padded_k * kBlockN, sizeof c.correction);
   }
-  for (int64_t r = row_begin; r < row_end; ++r) {
-    float v[kBlockN];
-    const int64_t offset = (r - row_begin) * kBlockN;
-    if (p->kind == Kind::int8) {
-      const int32_t* sum = static_cast<const int32_t*>(sums) + offset;
-      const float row_scale = p->row_scale[r];
-      for (int i = 0; i < kBlockN; ++i)
-        v[i] = float(int32_t(uint32_t(sum[i]) - uint32_t(correction[i]))) * row_scale * scale[i];
-    } else {
-      const float* sum = static_cast<const float*>(sums) + offset;
-      const float row_scale = p->kind == Kind::int4_int8 ? p->row_scale[r] : 1.0f;
-      for (int i = 0; i < kBlockN; ++i) v[i] = sum[i] * row_scale;
+  return c;
+}
+
+// The sums of one row and block -> values in fp32; products are rounded apart.
+inline void finish_row(const Linear* p, const Columns& c, int64_t row, const void* sums, float* v) {
+  if (p->kind == Kind::int8) {
+    const int32_t* sum = static_cast<const int32_t*>(sums);
+    const float row_scale = p->row_scale[row];
+    for (int i = 0; i < kBlockN; ++i)
+      v[i] = float(int32_t(uint32_t(sum[i]) - uint32_t(c.correction[i]))) * row_scale * c.scale[i];
+  } else {
+    const float* sum = static_cast<const float*>(sums);
+    const float row_scale = p->kind == Kind::int4_int8 ? p->row_scale[row] : 1.0f;
+    for (int i = 0; i < kBlockN; ++i) v[i] = sum[i] * row_scale;
+  }
+  if (p->bias)
+    for (int i = 0; i < kBlockN; ++i) v[i] += c.bias[i];
+}
+
+// Sums [block of the range][row of the range][32], `block_bytes` from block to block.
+template <class I>
+void accumulate(I& multiplier, const Linear* p, const Range& at, const Workspace& w, uint8_t* sums,
+                size_t block_bytes) {
+  for (int64_t k0 = 0; k0 < p->padded_k; k0 += p->chunk)
+    for (int64_t b = at.block_begin; b < at.block_end; ++b) {
+      Chunk c = chunk_of<I>(p, b, k0, I::needs_panel(at.row_end - at.row_begin), w);
+      c.sum = sums + size_t(b - at.block_begin) * block_bytes;
+      multiplier.multiply(c, at.row_begin, at.row_end);
     }
-    if (p->bias)
-      for (int i = 0; i < kBlockN; ++i) v[i] += bias[i];
-    store_row<I>(v, p, r, column, count);
-  }
 }
 
 template <class I>
 void compute(const Linear* p, int64_t begin, int64_t end, void* scratch) {
   const Workspace w = workspace(p, scratch);
+  const size_t block_bytes = size_t(p->task_rows) * kBlockN * 4;
   I multiplier(p);
   for (int64_t task = begin; task < end; ++task) {
-    const int64_t row_begin = task / p->block_tasks * p->task_rows, row_end = smaller(row_begin + p->task_rows, p->m);
-    const int64_t block_begin = task % p->block_tasks * p->task_blocks;
-    const int64_t block_end = smaller(block_begin + p->task_blocks, ceil_div(p->n, kBlockN));
-    const size_t sum_bytes = size_t(p->task_rows) * kBlockN * 4;
-    for (int64_t k0 = 0; k0 < p->padded_k; k0 += p->chunk)
-      for (int64_t b = block_begin; b < block_end; ++b) {
-        Chunk c = chunk_of<I>(p, b, k0, I::needs_panel(row_end - row_begin), w);
-        c.sum = w.sums + size_t(b - block_begin) * sum_bytes;
-        multiplier.multiply(c, row_begin, row_end);
+    Range at;
+    at.row_begin = task / p->block_tasks * p->task_rows;
+    at.row_end = smaller(at.row_begin + p->task_rows, p->m);
+    at.block_begin = task % p->block_tasks * p->task_blocks;
+    at.block_end = smaller(at.block_begin + p->task_blocks, ceil_div(p->n, kBlockN));
+    accumulate(multiplier, p, at, w, w.sums, block_bytes);
+    for (int64_t b = at.block_begin; b < at.block_end; ++b) {
+      const Columns c = columns_of<I>(p, b);
+      const uint8_t* sums = w.sums + size_t(b - at.block_begin) * block_bytes;
+      for (int64_t r = at.row_begin; r < at.row_end; ++r, sums += kBlockN * 4) {
+        float v[kBlockN];
+        finish_row(p, c, r, sums, v);
+        store_row<I>(v, p, r, c.first, c.count);
       }
-    for (int64_t b = block_begin; b < block_end; ++b)
-      finish<I>(p, b, row_begin, row_end, w.sums + size_t(b - block_begin) * sum_bytes);
+    }
   }
 }
 
@@ -194,7 +216,3 @@ void plan(Linear* p, const Blocking* blocking) {
 }
 
 }  // namespace
-
-#define TILEWRIGHT_ISA(name, I)                                                                 \
-  extern "C" __attribute__((visibility("hidden"))) const tilewright::Isa tilewright_isa_##name; \
-  const tilewright::Isa tilewright_isa_##name = {#name, &I::kBlocking, plan<I>, prepare<I>, compute<I>};

@@ -1,5 +1,6 @@
 // Any processor: vector extensions of the compiler, which become SSE2, NEON or plain code.
 #include "scalar-panels-inl.h"
+#include "table-inl.h"
 #include "vector-inl.h"
 
 namespace {

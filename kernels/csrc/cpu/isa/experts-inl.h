@@ -1,0 +1,124 @@
+#pragma once
+// The steps of an expert layer on top of the linear driver. A row's result depends on nothing but the row.
+#include "../experts.h"
+#include "gates-inl.h"
+#include "linear-inl.h"
+
+namespace {
+
+// Rounds or quantizes tokens, each once however many experts it goes to.
+template <class I>
+void convert_rows(const Experts* e, int64_t begin, int64_t end, void* scratch) {
+  const Linear* p = &e->tokens;
+  for (int64_t t = begin; t < end; ++t) {
+    uint32_t* units = p->activations + t * p->units;
+    memset(units, 0, size_t(p->units) * 4);  // the padding beyond k
+    prepare_row<I>(p, t, static_cast<float*>(scratch), units);
+  }
+}
+
+// Lays out the tokens of an expert's rows [begin, end) as the products read them; `begin` is a multiple of p->rows.
+inline void gather_rows(const Experts* e, const Routed* routed, int64_t begin, int64_t end) {
+  const Linear p = matrix_of(&e->gate_up, 0, routed);
+  const int64_t groups = p.group ? p.padded_k / p.group : 0;
+  for (int64_t first = begin; first < end; first += p.rows) {
+    const int64_t rows = smaller(p.rows, p.m - first);
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t row = first + r, token = e->token[routed->first + row];
+      place_row(e->tokens.activations + token * p.units, &p, p.activations + first * p.units, rows, r);
+      p.row_scale[row] = e->tokens.row_scale[token];
+      if (p.kind == Kind::int4_int8)
+        memcpy(p.row_sums + row * groups, e->tokens.row_sums + token * groups, size_t(groups) * 4);
+    }
+  }
+}
+
+// inner = bf16(act(gate) * up) for some rows of one expert and some blocks of columns.
+template <class I>
+void gate_up(const Experts* e, const Routed* routed, const Range* at, void* scratch) {
+  const Linear gate = matrix_of(&e->gate_up, 2 * routed->expert, routed);
+  const Linear up = matrix_of(&e->gate_up, 2 * routed->expert + 1, routed);
+  const Workspace w = workspace(&gate, scratch);
+  const size_t block_bytes = size_t(at->row_end - at->row_begin) * kBlockN * 4;
+  uint8_t* const up_sums = w.sums + size_t(at->block_end - at->block_begin) * block_bytes;
+  {
+    I multiplier(&gate);
+    accumulate(multiplier, &gate, *at, w, w.sums, block_bytes);
+  }
+  {
+    I multiplier(&up);
+    accumulate(multiplier, &up, *at, w, up_sums, block_bytes);
+  }
+  for (int64_t b = at->block_begin; b < at->block_end; ++b) {
+    const Columns gate_columns = columns_of<I>(&gate, b), up_columns = columns_of<I>(&up, b);
+    size_t offset = size_t(b - at->block_begin) * block_bytes;
+    for (int64_t r = at->row_begin; r < at->row_end; ++r, offset += kBlockN * 4) {
+      float g[kBlockN], u[kBlockN], v[kBlockN];
+      uint16_t rounded[kBlockN];
+      finish_row(&gate, gate_columns, r, w.sums + offset, g);
+      finish_row(&up, up_columns, r, up_sums + offset, u);
+      apply_gate(e->gate, g, u, v);
+      for (int i = 0; i < kBlockN; ++i) rounded[i] = float_to_bf16(v[i]);
+      memcpy(e->inner + (routed->first + r) * gate.n + gate_columns.first, rounded, size_t(gate_columns.count) * 2);
+    }
+  }
+}
+
+// total[token] += weight * (down . inner) for the rows of one expert; total is [tokens][columns of the blocks].
+template <class I>
+void down(const Experts* e, const Routed* routed, int64_t block_begin, int64_t block_end, float* total, void* scratch) {
+  const Linear p = matrix_of(&e->down, routed->expert, routed);
+  const Workspace w = workspace(&p, scratch);
+  const int64_t width = (block_end - block_begin) * kBlockN;
+  I multiplier(&p);
+  for (int64_t begin = 0; begin < p.m; begin += e->tile_rows) {
+    const Range at{begin, smaller(begin + e->tile_rows, p.m), block_begin, block_end};
+    const size_t block_bytes = size_t(at.row_end - begin) * kBlockN * 4;
+    accumulate(multiplier, &p, at, w, w.sums, block_bytes);
+    for (int64_t b = block_begin; b < block_end; ++b) {
+      const Columns columns = columns_of<I>(&p, b);
+      const uint8_t* sums = w.sums + size_t(b - block_begin) * block_bytes;
+      for (int64_t r = begin; r < at.row_end; ++r, sums += kBlockN * 4) {
+        float v[kBlockN];
+        finish_row(&p, columns, r, sums, v);
+        const float weight = e->weight[routed->first + r];
+        float* const to = total + e->token[routed->first + r] * width + (b - block_begin) * kBlockN;
+        for (int i = 0; i < kBlockN; ++i) to[i] += weight * v[i];
+      }
+    }
+  }
+}
+
+template <class I>
+void load_values(const void* from, Float dtype, int64_t at, int64_t count, float* to) {
+  if (dtype == Float::f32) {
+    memcpy(to, static_cast<const float*>(from) + at, size_t(count) * 4);
+  } else {
+    uint16_t bits16[kBlockN] = {};
+    memcpy(bits16, static_cast<const uint16_t*>(from) + at, size_t(count) * 2);
+    if (dtype == Float::f16)
+      I::halves_to_floats(bits16, to, kBlockN);
+    else
+      for (int i = 0; i < kBlockN; ++i) to[i] = bf16_to_float(bits16[i]);
+  }
+}
+
+// y = round(total * routed_scale + add * add_scale) for all tokens and some blocks of columns.
+template <class I>
+void store_rows(const Experts* e, int64_t block_begin, int64_t block_end, const float* total) {
+  Linear y = e->down.first;
+  y.dtype = e->tokens.dtype;
+  for (int64_t t = 0; t < e->tokens.m; ++t)
+    for (int64_t b = block_begin; b < block_end; ++b, total += kBlockN) {
+      const int64_t column = b * kBlockN, count = smaller(kBlockN, y.n - column);
+      float v[kBlockN], add[kBlockN] = {};
+      for (int i = 0; i < kBlockN; ++i) v[i] = total[i] * e->routed_scale;
+      if (e->add) {
+        load_values<I>(e->add, y.dtype, t * y.n + column, count, add);
+        for (int i = 0; i < kBlockN; ++i) v[i] += add[i] * e->add_scale;
+      }
+      store_row<I>(v, &y, t, column, count);
+    }
+}
+
+}  // namespace

@@ -1,0 +1,219 @@
+// The operators of expert layers.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "bindings.h"
+#include "cpu/dispatch.h"
+#include "cpu/experts_job.h"
+#include "cpu/isa/gates-inl.h"
+
+namespace tilewright {
+namespace {
+
+using Optional = std::optional<Tensor>;
+
+constexpr int64_t kPassTokens = 2048;  // bounds the scratch memory; enough rows for each expert to be worth its reading
+
+struct Weights {
+  const Tensor& weight;
+  const Optional& scale;
+  const Optional& zeros;
+  const Optional& bias;
+  const char* name;
+};
+
+Kind kind_of(const Tensor& weight, bool int8_activations) {
+  switch (weight.scalar_type()) {
+    case ScalarType::BFloat16:
+      return Kind::bf16;
+    case ScalarType::Char:
+      return Kind::int8;
+    case ScalarType::Float8_e4m3fn:
+      return Kind::fp8;
+    case ScalarType::Byte:
+      return int8_activations ? Kind::int4_int8 : Kind::int4_bf16;
+    default:
+      refuse("w13 must be packed in bfloat16, int8, float8_e4m3fn or uint8 (int4)");
+  }
+}
+
+// `sizes` without the first one is accepted where that is 1: a single matrix that nobody stacked.
+void check_sizes(const Tensor& t, const std::string& name, const std::vector<int64_t>& sizes) {
+  const int64_t missing = int64_t(sizes.size()) - t.dim();
+  bool fits = missing == 0 || (missing == 1 && sizes[0] == 1);
+  std::string expected;
+  for (size_t i = 0; i < sizes.size(); ++i) expected += (i ? ", " : "") + std::to_string(sizes[i]);
+  for (int64_t i = 0; fits && i < t.dim(); ++i) fits = t.size(i) == sizes[size_t(i + missing)];
+  TILEWRIGHT_CHECK(fits, name, " is ", shape(t), ", it must be [", expected, "]");
+}
+
+const void* checked(const Optional& t, const std::string& name, ScalarType type, const char* type_name,
+                    const std::vector<int64_t>& sizes) {
+  TILEWRIGHT_CHECK(t, name, " is missing");
+  check_contiguous(*t, name.c_str(), type, type_name);
+  check_sizes(*t, name, sizes);
+  return t->const_data_ptr();
+}
+
+void check_absent(const Optional& t, const std::string& name) {
+  TILEWRIGHT_CHECK(!t, name, " is given, but weights of this kind have none");
+}
+
+// A stack of `experts` weights of `parts` matrices [n, k] each.
+Stack stack_of(Kind kind, const Weights& w, int64_t experts, int64_t parts, int64_t n, int64_t k) {
+  Stack s{};
+  Linear& p = s.first;
+  const std::string name = w.name;
+  p.kind = kind, p.n = n, p.k = k;
+  p.stored_n = round_up(n, kBlockN), p.padded_k = round_up(k, 32);
+  p.weight = static_cast<const uint8_t*>(w.weight.const_data_ptr());
+  TILEWRIGHT_CHECK(w.weight.is_contiguous(), name, " must be contiguous");
+  if (w.bias) {
+    p.bias =
+        static_cast<const float*>(checked(w.bias, name + "_bias", ScalarType::Float, "float32", {experts, parts * n}));
+    s.bias_stride = n;
+  }
+  if (kind == Kind::int4_int8 || kind == Kind::int4_bf16) {
+    p.group = (w.weight.size(-1) - 128) / 16;
+    TILEWRIGHT_CHECK((p.group == 32 || p.group == 64 || p.group == 128) && w.weight.size(-1) == p.group * 16 + 128,
+                     name, " is ", shape(w.weight),
+                     ", its last size must be 16 * group + 128, the group 32, 64 or 128");
+    const int64_t blocks = ceil_div(n, kBlockN), groups = ceil_div(k, p.group);
+    const std::vector<int64_t> grid = {experts, parts * blocks, groups, kBlockN};
+    p.padded_k = groups * p.group;
+    check_sizes(w.weight, name, {experts, parts * blocks, groups, p.group * 16 + 128});
+    p.scale = static_cast<const float*>(checked(w.scale, name + "_scale", ScalarType::Float, "float32", grid));
+    p.zeros = static_cast<const int8_t*>(checked(w.zeros, name + "_zeros", ScalarType::Char, "int8", grid));
+    s.weight_stride = blocks * groups * (p.group * 16 + 128);
+    s.scale_stride = s.zeros_stride = blocks * groups * kBlockN;
+    return s;
+  }
+  check_absent(w.zeros, name + "_zeros");
+  const int64_t columns = kind == Kind::int8 ? p.padded_k + 4 : p.padded_k;
+  check_sizes(w.weight, name, {experts, parts * p.stored_n, columns});
+  s.weight_stride = p.stored_n * columns * (kind == Kind::bf16 ? 2 : 1);
+  if (kind == Kind::bf16) {
+    check_absent(w.scale, name + "_scale");
+  } else if (kind == Kind::int8) {
+    s.scale_stride = p.stored_n;
+    p.scale = static_cast<const float*>(
+        checked(w.scale, name + "_scale", ScalarType::Float, "float32", {experts, parts * p.stored_n, 1}));
+  } else {
+    const int64_t rows = ceil_div(n, 128), scale_columns = ceil_div(k, 128);
+    s.scale_stride = rows * scale_columns;
+    p.scale = static_cast<const float*>(
+        checked(w.scale, name + "_scale", ScalarType::Float, "float32", {experts, parts * rows, scale_columns}));
+  }
+  return s;
+}
+
+Gate gate_of(const std::string& name, double alpha, double limit) {
+  const Gate gate{Activation::silu, float(alpha), float(limit)};
+  const std::pair<const char*, Activation> known[] = {{"silu", Activation::silu},
+                                                      {"gelu", Activation::gelu},
+                                                      {"gelu_tanh", Activation::gelu_tanh},
+                                                      {"clamped_swiglu", Activation::clamped_swiglu}};
+  for (const auto& [id, activation] : known)
+    if (name == id) {
+      TILEWRIGHT_CHECK(activation != Activation::clamped_swiglu || (std::isfinite(alpha) && limit > 0),
+                       "clamped_swiglu needs a finite alpha and a positive limit, they are ", std::to_string(alpha),
+                       " and ", std::to_string(limit));
+      return {activation, gate.alpha, gate.limit};
+    }
+  refuse("there is no activation `", name, "`; known are silu, gelu, gelu_tanh, clamped_swiglu");
+}
+
+// x [tokens, hidden] and the matrices around it, all but the scratch memory and the routing.
+Experts problem(const Tensor& x, const Weights& w13, const Weights& w2, int64_t experts, int64_t inner,
+                bool int8_activations, Tensor& rows) {
+  TILEWRIGHT_CHECK(x.dim() == 2 && x.size(1) > 0, "x must be [tokens, hidden], it is ", shape(x));
+  TILEWRIGHT_CHECK(inner > 0, "inner is ", inner);
+  const Kind kind = kind_of(w13.weight, int8_activations);
+  TILEWRIGHT_CHECK(kind_of(w2.weight, int8_activations) == kind, "w13 and w2 must be packed in the same kind");
+  Experts e{};
+  e.gate_up = stack_of(kind, w13, experts, 2, inner, x.size(1));
+  e.down = stack_of(kind, w2, experts, 1, x.size(1), inner);
+  rows = x.stride(1) == 1 || x.size(1) == 1 ? x : torch::stable::contiguous(x);
+  e.tokens.m = x.size(0);
+  e.tokens.dtype = float_type(x);
+  e.tokens.x = rows.const_data_ptr();
+  e.tokens.x_stride = rows.stride(0);
+  e.routed_scale = 1;
+  return e;
+}
+
+const void* offset(const void* p, int64_t elements, Float dtype) {
+  return static_cast<const uint8_t*>(p) + elements * (dtype == Float::f32 ? 4 : 2);
+}
+
+// Runs the tokens in passes; y is [tokens, hidden] contiguous.
+void run(const Experts& whole, int64_t experts, const Routing& routing, Tensor& y) {
+  const int64_t hidden = whole.gate_up.first.k;
+  for (int64_t begin = 0; begin < routing.tokens; begin += kPassTokens) {
+    const int64_t tokens = std::min(kPassTokens, routing.tokens - begin);
+    const Float dtype = whole.tokens.dtype;
+    Experts e = whole;
+    e.tokens.m = tokens;
+    e.tokens.x = offset(whole.tokens.x, begin * whole.tokens.x_stride, dtype);
+    if (e.add) e.add = offset(whole.add, begin * hidden, dtype);
+    e.down.first.y = const_cast<void*>(offset(y.mutable_data_ptr(), begin * hidden, dtype));
+    const Routing part{routing.experts + begin * routing.top_k, routing.weights + begin * routing.top_k, tokens,
+                       routing.top_k};
+    ExpertsJob job(isa(), e, experts, part, int32_t(torch::stable::get_num_threads()));
+    torch::stable::parallel_for(0, job.workers(), 1, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) job.work();
+    });
+  }
+}
+
+// Numbers within the stack for each choice of each token; -1 where that is none or not in the stack.
+template <class Id>
+std::vector<int32_t> local_experts(const Tensor& ids, int64_t first, int64_t experts) {
+  const Id* id = static_cast<const Id*>(ids.const_data_ptr());
+  std::vector<int32_t> local(size_t(ids.numel()));
+  for (size_t i = 0; i < local.size(); ++i)
+    local[i] = id[i] >= first && id[i] < first + experts ? int32_t(id[i] - first) : -1;
+  return local;
+}
+
+Tensor fused_experts(const Tensor& x, const Tensor& topk_weights, const Tensor& topk_ids, const Tensor& w13,
+                     const Tensor& w2, int64_t inner, Optional w13_scale, Optional w2_scale, Optional w13_zeros,
+                     Optional w2_zeros, Optional w13_bias, Optional w2_bias, const std::string& activation,
+                     double alpha, double limit, double routed_scale, bool int8_activations, int64_t first_expert) {
+  TILEWRIGHT_CHECK(w13.dim() >= 3, "w13 must be a stack of experts, it is ", shape(w13));
+  const int64_t experts = w13.size(0);
+  Tensor rows;
+  Experts e = problem(x, {w13, w13_scale, w13_zeros, w13_bias, "w13"}, {w2, w2_scale, w2_zeros, w2_bias, "w2"}, experts,
+                      inner, int8_activations, rows);
+  e.gate = gate_of(activation, alpha, limit);
+  e.routed_scale = float(routed_scale);
+  TILEWRIGHT_CHECK(topk_ids.dim() == 2 && topk_ids.size(0) == x.size(0), "topk_ids is ", shape(topk_ids), ", x has ",
+                   x.size(0), " tokens");
+  TILEWRIGHT_CHECK(shape(topk_weights) == shape(topk_ids), "topk_weights is ", shape(topk_weights), ", topk_ids is ",
+                   shape(topk_ids));
+  check_contiguous(topk_weights, "topk_weights", ScalarType::Float, "float32");
+  const bool wide = topk_ids.scalar_type() == ScalarType::Long;
+  TILEWRIGHT_CHECK((wide || topk_ids.scalar_type() == ScalarType::Int) && topk_ids.is_contiguous(),
+                   "topk_ids must be a contiguous int32 or int64 tensor");
+  TILEWRIGHT_CHECK(first_expert >= 0, "first_expert is ", first_expert);
+  const std::vector<int32_t> ids = wide ? local_experts<int64_t>(topk_ids, first_expert, experts)
+                                        : local_experts<int32_t>(topk_ids, first_expert, experts);
+  Tensor y = torch::stable::new_empty(x, {x.size(0), x.size(1)});
+  const auto* weights = static_cast<const float*>(topk_weights.const_data_ptr());
+  run(e, experts, {ids.data(), weights, x.size(0), topk_ids.size(1)}, y);
+  return y;
+}
+
+}  // namespace
+}  // namespace tilewright
+
+STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
+  m.def(
+      "fused_experts(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2, int inner, "
+      "Tensor? w13_scale=None, Tensor? w2_scale=None, Tensor? w13_zeros=None, Tensor? w2_zeros=None, "
+      "Tensor? w13_bias=None, Tensor? w2_bias=None, str activation='silu', float alpha=1.702, float limit=7.0, "
+      "float routed_scale=1.0, bool int8_activations=True, int first_expert=0) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) { m.impl("fused_experts", TORCH_BOX(&tilewright::fused_experts)); }
