@@ -178,7 +178,8 @@ class Decider:
     ) -> tuple[Target | None, str]:
         if 0 in shape:
             return None, f"{list(shape)} holds no weights"
-        excluded, included = first_match(self._exclude, module), first_match(self._include, module)
+        excluded = first_match(self._exclude, module, weight.module)
+        included = first_match(self._include, module, weight.module)
         if excluded:
             return None, f"excluded by --exclude {excluded.text}"
         if weight.tensors[0] in self.mtp and self.options.mtp == "keep":

@@ -19,6 +19,15 @@ def compute_seconds(plan: Plan, workers: int) -> float:
 
     Every combination of weight format, solver and device is timed once. Codes that are taken over cost nothing here.
     """
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as workers have it: they share the CPUs by tasks
+    try:
+        return _seconds(plan) / max(workers, 1)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _seconds(plan: Plan) -> float:
     rates: dict[tuple[str, str, str], float] = {}
     total = 0.0
     for step in (task.step for task in plan.tasks if isinstance(task.step, QuantizeStep)):
@@ -29,7 +38,7 @@ def compute_seconds(plan: Plan, workers: int) -> float:
             if key not in rates:
                 rates[key] = _weights_per_second(step, part.target.format)
             total += part.count * step.k / rates[key]
-    return total / max(workers, 1)
+    return total
 
 
 def _weights_per_second(step: QuantizeStep, fmt: str) -> float:
@@ -37,7 +46,7 @@ def _weights_per_second(step: QuantizeStep, fmt: str) -> float:
     assert part.target
     weight = torch.randn(SAMPLE, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     seconds = math.inf
-    for _ in range(2):  # the first run also pays for what happens once
+    for _ in range(3):  # the first run also pays for what happens once
         start = time.perf_counter()
         q = quantize_matrix(
             lambda first, last: weight[first:last],

@@ -42,15 +42,16 @@ class Pattern:
         except re.error as error:
             raise PlanError(f"pattern `{self.text}` is not a valid regex: {error}") from error
 
-    def matches(self, module: str) -> bool:
-        """Whether the pattern means this module; remembers it if so."""
-        found = any(self._regex.match(path) for path in {module, unwrapped(module)})
+    def matches(self, module: str, alias: str = "") -> bool:
+        """Whether the pattern means this module, which the source may call `alias`; remembers it if so."""
+        alias = alias or module
+        found = any(self._regex.match(path) for path in {module, unwrapped(module), alias, unwrapped(alias)})
         if found:
             self.matched.append(module)
         return found
 
 
-def first_match(patterns: list[Pattern], module: str) -> Pattern | None:
-    """The first of `patterns` that means `module`; every one that does is credited."""
-    found = [pattern for pattern in patterns if pattern.matches(module)]
+def first_match(patterns: list[Pattern], module: str, alias: str = "") -> Pattern | None:
+    """The first of `patterns` that means `module` or the source's name for it; every one that does is credited."""
+    found = [pattern for pattern in patterns if pattern.matches(module, alias)]
     return found[0] if found else None

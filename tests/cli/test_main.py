@@ -10,6 +10,7 @@ import click
 import pytest
 import torch
 
+import tilewright
 from tilewright.cli import calibration, quantize_model
 from tilewright.cli.main import COMMANDS, load, run
 from tilewright.cli.options import SIZE
@@ -94,6 +95,15 @@ def test_a_bug_shows_its_traceback_only_on_demand(capfd: pytest.CaptureFixture[s
             run(broken, "broken", arguments)
         assert left.value.code == 1
         assert ("Traceback" in capfd.readouterr().err) is traced
+
+
+def test_one_entry_point_for_those_who_like_it() -> None:
+    module = [sys.executable, "-m", "tilewright"]
+    version = subprocess.run([*module, "--version"], check=True, capture_output=True, text=True).stdout
+    assert version.strip() == tilewright.__version__
+    listed = subprocess.run([*module, "--help"], check=True, capture_output=True, text=True).stdout
+    assert all(name in listed for name in COMMANDS)
+    assert subprocess.run([*module, "quantise-model"], check=False, capture_output=True).returncode == 2
 
 
 def test_sizes() -> None:

@@ -158,6 +158,9 @@ def test_excluded_experts(make_checkpoint: Make, convert: Make) -> None:
     for name in (f"{STEM}.gate_up_proj", f"{STEM}.down_proj"):
         assert torch.equal(all_of_them.tensors[name], source.tensor(Source(name)))
     assert STEM in all_of_them.plan.config["quantization_config"]["ignore"]
+    by_its_own_name = convert(source, "int8", exclude=("experts.down_proj",)).tensors
+    assert by_its_own_name[f"{STEM}.0.down_proj.weight"].dtype == torch.bfloat16
+    assert by_its_own_name[f"{STEM}.0.up_proj.weight"].dtype == torch.int8
 
 
 def test_one_task_per_expert(make_checkpoint: Make, plan: Make) -> None:
