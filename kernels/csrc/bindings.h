@@ -25,10 +25,10 @@ inline std::string shape(const Tensor& t) {
   return s + "]";
 }
 
-inline Float float_type(const Tensor& x) {
+inline Float float_type(const Tensor& x, const char* name = "x") {
   const ScalarType type = x.scalar_type();
-  TILEWRIGHT_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
-                   "x must be float32, bfloat16 or float16");
+  TILEWRIGHT_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half, name,
+                   " must be float32, bfloat16 or float16");
   return type == ScalarType::Float ? Float::f32 : type == ScalarType::BFloat16 ? Float::bf16 : Float::f16;
 }
 

@@ -17,6 +17,7 @@ from ._native import IsaStatus, isa, kernel_report, select_isa
 
 __all__ = [
     "IsaStatus",
+    "bmm",
     "isa",
     "kernel_report",
     "linear_bf16",
@@ -104,6 +105,24 @@ def linear_int4(
     return result
 
 
+def bmm(a: Tensor, weight: Tensor, n: int, scale: Tensor | None = None) -> Tensor:
+    """Batched matrix product `a[b] · weight[b]ᵀ`, for the absorbed `w_kc` and `w_vc` of latent attention.
+
+    Each matrix is multiplied as by `linear_bf16` or `linear_fp8`.
+
+    Args:
+        a: fp32, bf16 or fp16 [B, M, K], any strides.
+        weight: Packed bf16 or float8_e4m3fn [B, N', K'].
+        n: Output features.
+        scale: fp32 [B, ceil(n / 128), ceil(K / 128)] of FP8.
+
+    Returns:
+        [B, M, n] in the dtype of `a`, contiguous.
+    """
+    result: Tensor = torch.ops.tilewright.bmm(a, weight, n, scale)
+    return result
+
+
 @torch.library.register_fake("tilewright::linear_bf16")
 def _(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> Tensor:
     return x.new_empty((*x.shape[:-1], n))
@@ -130,3 +149,8 @@ def _(
     int8_activations: bool = True,
 ) -> Tensor:
     return x.new_empty((*x.shape[:-1], n))
+
+
+@torch.library.register_fake("tilewright::bmm")
+def _(a: Tensor, weight: Tensor, n: int, scale: Tensor | None = None) -> Tensor:
+    return a.new_empty((a.shape[0], a.shape[1], n))

@@ -92,3 +92,78 @@ def fused_experts(
 @torch.library.register_fake("tilewright::fused_experts")
 def _(x: Tensor, *_arguments: object, **_options: object) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def shared_expert(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    inner: int,
+    w13_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
+    w13_zeros: Tensor | None = None,
+    w2_zeros: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    fused_out: Tensor | None = None,
+    gate: Tensor | None = None,
+    fused_scale: float = 1.0,
+    activation: str = "silu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    int8_activations: bool = True,
+) -> Tensor:
+    """The expert of every token, and the routed ones' output: `sigmoid(gate) * expert(x) + fused_scale * fused_out`.
+
+    `x` is not changed: the routed experts may still need it.
+
+    Args:
+        x: fp32, bf16 or fp16 [T, H].
+        w13: Packed gate and up [2I', ..], or a stack of one.
+        w2: Packed down [H', ..].
+        inner: I.
+        w13_scale: As in `fused_experts`, without the axis of experts.
+        w2_scale: The same for `w2`.
+        w13_zeros: Zero points of int4.
+        w2_zeros: The same for `w2`.
+        w13_bias: fp32 [2I], gate first.
+        w2_bias: fp32 [H].
+        fused_out: [T, H] in the dtype of `x`; None adds nothing.
+        gate: Logits [T, 1], fp32, bf16 or fp16; None means no gate.
+        fused_scale: Factor of `fused_out`.
+        activation: One of `ACTIVATIONS`.
+        alpha: Slope of `clamped_swiglu`.
+        limit: Bound of `clamped_swiglu`.
+        int8_activations: Of int4: W4A8 or W4A16.
+
+    Returns:
+        [T, H] in the dtype of `x`, rounded once.
+
+    Raises:
+        RuntimeError: A shape, dtype or activation is not one of these; the message names it.
+    """
+    result: Tensor = torch.ops.tilewright.shared_expert(
+        x,
+        w13,
+        w2,
+        inner,
+        w13_scale,
+        w2_scale,
+        w13_zeros,
+        w2_zeros,
+        w13_bias,
+        w2_bias,
+        fused_out,
+        gate,
+        fused_scale,
+        activation,
+        alpha,
+        limit,
+        int8_activations,
+    )
+    return result
+
+
+@torch.library.register_fake("tilewright::shared_expert")
+def _(x: Tensor, *_arguments: object, **_options: object) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

@@ -244,6 +244,46 @@ def test_nan_stays_with_its_token_and_infinity_is_not_made(isa: str, kind: str) 
     assert y[[0, 1, 3, 4, 5]].isfinite().all()
 
 
+def shared(layer: Layer, x: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The first expert of a stack, its tensors without the axis of experts."""
+    mine = {name: v[0] if isinstance(v, torch.Tensor) else v for name, v in layer.arguments().items()}
+    return ops_experts.shared_expert(x, **mine, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_shared_expert(isa: str, kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(8)
+    layer = make_layer(kind, 1, 100, 40, bias=dtype == torch.float32)
+    for m in (0, 1, 19):
+        x, gate, fused = torch.randn(m, 100).to(dtype), torch.randn(m, 1).to(dtype), torch.randn(m, 100).to(dtype)
+        before = x.clone()
+        y = layer.expert(0, x)
+        given = {"gate": gate, "fused_out": fused, "fused_scale": 2.5}
+        for names in ((), ("gate",), ("fused_out", "fused_scale"), tuple(given)):
+            options = {name: given[name] for name in names}
+            expected = reference_experts.shared_expert(y, dtype, **options)
+            check(layer, shared(layer, x, **options), expected)
+        assert torch.equal(x, before)
+
+
+def test_routed_and_shared_experts_share_an_input() -> None:
+    """A gated shared expert beside routed ones: the input survives both, a gate of zero halves the shared part."""
+    torch.manual_seed(9)
+    routed, one = make_layer("int8", 4, 64, 32), make_layer("int8", 1, 64, 48)
+    x = torch.randn(9, 64).bfloat16()
+    before = x.clone()
+    weights, ids = route(9, 2, 4)
+    gate = torch.randn(9, 1)
+    routed_y = routed(x, weights, ids)
+    both = shared(one, x, fused_out=routed_y, gate=gate)
+    assert torch.equal(x, before)
+    expected = reference_experts.sigmoid(gate) * one.expert(0, x) + routed.reference(x, weights, ids).float()
+    assert torch.equal(both, expected.bfloat16())
+    wide = x.float()
+    assert torch.equal(shared(one, wide, gate=torch.zeros(9, 1)), shared(one, wide) / 2)
+
+
 def test_refusals_name_the_value_and_the_rule() -> None:
     layer = make_layer("int8", 2, 64, 32)
     x = torch.randn(1, 64)
@@ -256,5 +296,7 @@ def test_refusals_name_the_value_and_the_rule() -> None:
         layer(x, weights, ids, w2_scale=None)
     with pytest.raises(RuntimeError, match=r"topk_weights is \[1, 1\], topk_ids is \[1, 2\]"):
         layer(x, weights[:, :1], ids)
+    with pytest.raises(RuntimeError, match=r"gate is \[2, 1\], it must be \[1, 1\]"):
+        shared(layer, x, gate=torch.zeros(2, 1))
     with pytest.raises(RuntimeError, match="clamped_swiglu needs a finite alpha and a positive limit"):
         layer(x, weights, ids, activation="clamped_swiglu", limit=0.0)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilewright.kernels import ops_experts
+from tilewright.kernels import ops, ops_experts
 
 E, HIDDEN, INNER = 2, 64, 40
 X, WEIGHTS, IDS = torch.randn(3, HIDDEN), torch.rand(3, 2), torch.tensor([[0, 1], [1, -1], [0, 0]])
@@ -45,6 +45,30 @@ def test_opcheck(kind: str) -> None:
         checks.append("test_schema")
     call = arguments(kind)
     torch.library.opcheck(torch.ops.tilewright.fused_experts.default, (X, WEIGHTS, IDS), call, test_utils=checks)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_opcheck_of_the_shared_expert(kind: str) -> None:
+    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    call = {name: v[0] if isinstance(v, torch.Tensor) else v for name, v in arguments(kind).items()}
+    call |= {"fused_out": X + 1, "gate": torch.randn(3, 1)}
+    torch.library.opcheck(torch.ops.tilewright.shared_expert.default, (X,), call, test_utils=checks)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        return ops_experts.shared_expert(x, **call) * 2
+
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(X), layer(X))
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_opcheck_of_batched_products(kind: str) -> None:
+    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    weight = packed(kind, 64, HIDDEN)
+    a = torch.randn(E, 3, HIDDEN).bfloat16()
+    call = (a, weight[""], 40, weight.get("_scale"))
+    torch.library.opcheck(torch.ops.tilewright.bmm.default, call, test_utils=checks)
+    compiled = torch.compile(lambda *given: ops.bmm(*given) + 1, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(*call), ops.bmm(*call) + 1)
 
 
 @pytest.mark.parametrize("kind", KINDS)

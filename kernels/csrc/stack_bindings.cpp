@@ -1,4 +1,4 @@
-// The operators of expert layers.
+// The operators of stacks of packed matrices: expert layers, batched products.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -7,6 +7,7 @@
 #include "cpu/dispatch.h"
 #include "cpu/experts_job.h"
 #include "cpu/isa/gates-inl.h"
+#include "cpu/scratch.h"
 
 namespace tilewright {
 namespace {
@@ -34,7 +35,7 @@ Kind kind_of(const Tensor& weight, bool int8_activations) {
     case ScalarType::Byte:
       return int8_activations ? Kind::int4_int8 : Kind::int4_bf16;
     default:
-      refuse("w13 must be packed in bfloat16, int8, float8_e4m3fn or uint8 (int4)");
+      refuse("a packed weight must be bfloat16, int8, float8_e4m3fn or uint8 (int4)");
   }
 }
 
@@ -205,6 +206,88 @@ Tensor fused_experts(const Tensor& x, const Tensor& topk_weights, const Tensor& 
   return y;
 }
 
+// Logits [tokens, 1] of any float type -> their sigmoids; ones without logits.
+std::vector<float> gate_weights(const Optional& gate, int64_t tokens) {
+  std::vector<float> weights(size_t(tokens), 1.0f);
+  if (!gate) return weights;
+  TILEWRIGHT_CHECK(gate->numel() == tokens && gate->is_contiguous(), "gate is ", shape(*gate), ", it must be [", tokens,
+                   ", 1] and contiguous");
+  const Float type = float_type(*gate, "gate");
+  const void* p = gate->const_data_ptr();
+  for (size_t t = 0; t < weights.size(); ++t) {
+    const float logit = type == Float::f32    ? static_cast<const float*>(p)[t]
+                        : type == Float::bf16 ? bf16_to_float(static_cast<const uint16_t*>(p)[t])
+                                              : half_to_float(static_cast<const uint16_t*>(p)[t]);
+    weights[t] = sigmoid(logit);
+  }
+  return weights;
+}
+
+Tensor shared_expert(const Tensor& x, const Tensor& w13, const Tensor& w2, int64_t inner, Optional w13_scale,
+                     Optional w2_scale, Optional w13_zeros, Optional w2_zeros, Optional w13_bias, Optional w2_bias,
+                     Optional fused_out, Optional gate, double fused_scale, const std::string& activation, double alpha,
+                     double limit, bool int8_activations) {
+  Tensor rows;
+  Experts e = problem(x, {w13, w13_scale, w13_zeros, w13_bias, "w13"}, {w2, w2_scale, w2_zeros, w2_bias, "w2"}, 1,
+                      inner, int8_activations, rows);
+  e.gate = gate_of(activation, alpha, limit);
+  e.add_scale = float(fused_scale);
+  if (fused_out) {
+    TILEWRIGHT_CHECK(fused_out->scalar_type() == x.scalar_type() && fused_out->is_contiguous(),
+                     "fused_out must be contiguous and of the dtype of x");
+    TILEWRIGHT_CHECK(shape(*fused_out) == shape(x), "fused_out is ", shape(*fused_out), ", x is ", shape(x));
+    e.add = fused_out->const_data_ptr();
+  }
+  const std::vector<int32_t> ids(size_t(x.size(0)), 0);
+  const std::vector<float> weights = gate_weights(gate, x.size(0));
+  Tensor y = torch::stable::new_empty(x, {x.size(0), x.size(1)});
+  run(e, 1, {ids.data(), weights.data(), x.size(0), 1}, y);
+  return y;
+}
+
+// Some rows of one matrix of a batch, from activations to y, on one thread.
+void multiply_rows(Linear p) {
+  const Blocking cut = blocking();
+  p.threads = 1;
+  isa().plan(&p, &cut);
+  const size_t activations = size_t(round_up(int64_t(p.activation_bytes), 64));
+  auto* memory = static_cast<uint8_t*>(scratch(Scratch::own, activations + std::max(p.prepare_bytes, p.task_bytes)));
+  p.activations = reinterpret_cast<uint32_t*>(memory);
+  isa().prepare(&p, 0, ceil_div(p.m, p.rows), memory + activations);
+  isa().compute(&p, 0, p.row_tasks * p.block_tasks, memory + activations);
+}
+
+Tensor bmm(const Tensor& a, const Tensor& weight, int64_t n, Optional scale) {
+  TILEWRIGHT_CHECK(a.dim() == 3 && a.size(2) > 0, "a must be [batch, rows, columns], it is ", shape(a));
+  TILEWRIGHT_CHECK(n > 0, "n is ", n);
+  const int64_t batch = a.size(0), m = a.size(1), k = a.size(2);
+  const Kind kind = kind_of(weight, false);
+  TILEWRIGHT_CHECK(kind == Kind::bf16 || kind == Kind::fp8, "weight must be packed in bfloat16 or float8_e4m3fn");
+  Stack stack = stack_of(kind, {weight, scale, {}, {}, "weight"}, batch, 1, n, k);
+  const Tensor rows = a.stride(2) == 1 || k == 1 ? a : torch::stable::contiguous(a);
+  Tensor y = torch::stable::new_empty(a, {batch, m, n});
+  if (batch == 0 || m == 0) return y;
+  stack.first.dtype = float_type(a, "a");
+  stack.first.x_stride = rows.stride(1);
+  const void* const x = rows.const_data_ptr();
+  void* const out = y.mutable_data_ptr();
+  constexpr int64_t kTileRows = 192;  // a multiple of every instruction set's groups
+  const int64_t tiles = ceil_div(m, kTileRows), grain = 1 + (int64_t(1) << 16) / (std::min(m, kTileRows) * n * k);
+  torch::stable::parallel_for(0, batch * tiles, grain, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t b = task / tiles, row = task % tiles * kTileRows;
+      Linear p = stack.first;
+      p.weight += b * stack.weight_stride;
+      if (p.scale) p.scale += b * stack.scale_stride;
+      p.m = std::min(kTileRows, m - row);
+      p.x = offset(x, b * rows.stride(0) + row * p.x_stride, p.dtype);
+      p.y = const_cast<void*>(offset(out, (b * m + row) * n, p.dtype));
+      multiply_rows(p);
+    }
+  });
+  return y;
+}
+
 }  // namespace
 }  // namespace tilewright
 
@@ -214,6 +297,17 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
       "Tensor? w13_scale=None, Tensor? w2_scale=None, Tensor? w13_zeros=None, Tensor? w2_zeros=None, "
       "Tensor? w13_bias=None, Tensor? w2_bias=None, str activation='silu', float alpha=1.702, float limit=7.0, "
       "float routed_scale=1.0, bool int8_activations=True, int first_expert=0) -> Tensor");
+  m.def(
+      "shared_expert(Tensor x, Tensor w13, Tensor w2, int inner, "
+      "Tensor? w13_scale=None, Tensor? w2_scale=None, Tensor? w13_zeros=None, Tensor? w2_zeros=None, "
+      "Tensor? w13_bias=None, Tensor? w2_bias=None, Tensor? fused_out=None, Tensor? gate=None, "
+      "float fused_scale=1.0, str activation='silu', float alpha=1.702, float limit=7.0, "
+      "bool int8_activations=True) -> Tensor");
+  m.def("bmm(Tensor a, Tensor weight, int n, Tensor? scale=None) -> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) { m.impl("fused_experts", TORCH_BOX(&tilewright::fused_experts)); }
+STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {
+  m.impl("fused_experts", TORCH_BOX(&tilewright::fused_experts));
+  m.impl("shared_expert", TORCH_BOX(&tilewright::shared_expert));
+  m.impl("bmm", TORCH_BOX(&tilewright::bmm));
+}
