@@ -13,6 +13,12 @@ from tilewright.kernels.tensors import QTensor
 from .bounds import allowed_error, block_norms
 from .strays import stray_blocks
 
+# Where codes were chosen by error feedback, columns make up for each other's errors, so each is off by more than its
+# rounding: up to 1.4 times as much over a matrix and 4 times in a block were seen (docs/accuracy.md). Damage to a whole
+# matrix, such as doubled scales or shifted codes, is off by 5 times as much and more.
+FEEDBACK_TENSOR = 2.0
+FEEDBACK_BLOCK = 6.0
+
 
 @dataclass(frozen=True)
 class WeightError:
@@ -23,7 +29,7 @@ class WeightError:
             is zero, NaN if the candidate is not finite.
         largest: Largest absolute difference of an element.
         bound: Relative Frobenius error that the format allows.
-        ratio: The error of the worst block of scales over what the format allows there; sound up to 1.
+        ratio: The error of the worst block of scales over what is allowed there; sound up to 1.
         block: Row and column of that block in the grid of scales.
         strays: Row and column of blocks whose codes do not belong to their scale (see `strays`).
     """
@@ -57,7 +63,11 @@ def coded_error(reference: torch.Tensor, q: QTensor, *, exact: bool) -> WeightEr
     error = weight_error(reference, q.dequantize(), q.format, exact=exact)
     if q.scales is None or error.relative == 0:
         return error
-    return replace(error, strays=tuple((row, column) for row, column in stray_blocks(reference, q).nonzero().tolist()))
+    strays = stray_blocks(reference, q)
+    if strays is None:
+        whole = error.relative / error.bound if error.bound else math.inf
+        return replace(error, ratio=max(error.ratio / FEEDBACK_BLOCK, whole / FEEDBACK_TENSOR))
+    return replace(error, strays=tuple((row, column) for row, column in strays.nonzero().tolist()))
 
 
 def weight_error(reference: torch.Tensor, candidate: torch.Tensor, fmt: WeightFormat, *, exact: bool) -> WeightError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,12 +14,17 @@ from safetensors.torch import load_file
 transformers = pytest.importorskip("transformers")
 
 from tilewright.cli.quantize_model import quantize_model  # noqa: E402
+from tilewright.kernels.formats import INT4_G64  # noqa: E402
 from tilewright.packer.calibrate.store import Solution, Store  # noqa: E402
 from tilewright.packer.checkpoint import open_checkpoint  # noqa: E402
+from tilewright.packer.solvers import SOLVERS  # noqa: E402
+from tilewright.packer.solvers.gptq import ErrorFeedback  # noqa: E402
 from tilewright.packer.verify.dequantized import stream_dequantized  # noqa: E402
 from tilewright.packer.verify.directory import read_contents  # noqa: E402
 from tilewright.packer.verify.model import compare_models  # noqa: E402
 from tilewright.packer.verify.text import evenly_spaced_windows, read_tokens  # noqa: E402
+from tilewright.packer.verify.weight_error import coded_error  # noqa: E402
+from tilewright.packer.verify.weights import compare_weights  # noqa: E402
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 TEXT = MODELS / "heldout.txt"
@@ -56,8 +62,24 @@ def test_gptq_comes_closer_to_the_source(model: str, scheme: tuple[str, ...], tm
     ]
     assert shapes[0] == shapes[1]
     assert divergence(model, tmp_path / "gptq") < 0.8 * divergence(model, tmp_path / "rtn")
+    sides = [read_contents(open_checkpoint(path)) for path in (MODELS / model, tmp_path / "gptq")]
+    assert not [result for result, _ in compare_weights(sides[0], sides[1]) if result.failed]
     assert json.loads((tmp_path / "gptq" / "manifest.json").read_text())["options"]["solver"] == "gptq"
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_damage_shows_in_weights_that_feedback_chose() -> None:
+    weight, inputs = torch.randn(64, 128), torch.randn(500, 32) @ torch.randn(32, 128)
+    q = ErrorFeedback(SOLVERS["mse"]).solve(weight, inputs.T @ inputs, INT4_G64, torch.bfloat16)
+    assert q.scales is not None
+    assert coded_error(weight, q, exact=False).sound
+    for damaged in (
+        replace(q, scales=q.scales * 2),
+        replace(q, codes=q.codes.roll(1, 1)),
+        replace(q, codes=q.codes.roll(1, 0)),
+        replace(q, codes=torch.cat((q.codes[:, :64].roll(1, 0), q.codes[:, 64:]), 1)),
+    ):
+        assert not coded_error(weight, damaged, exact=False).sound
 
 
 def test_w4afp8_has_a_static_scale_for_every_expert(tmp_path: Path) -> None:
