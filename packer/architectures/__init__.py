@@ -12,7 +12,7 @@ from .deepseek import DEEPSEEK, GLM_MOE
 from .dense import DENSE, FALCON
 from .mixtral import MIXTRAL
 from .qwen_moe import QWEN_HYBRID, QWEN_MOE
-from .stacked import GEMMA_MOE, GPT_OSS, LLAMA4
+from .stacked import GEMMA4, GPT_OSS, LLAMA4
 
 ARCHITECTURES: Registry[Architecture] = Registry(
     "architecture",
@@ -26,7 +26,7 @@ ARCHITECTURES: Registry[Architecture] = Registry(
         GLM_MOE,
         GPT_OSS,
         LLAMA4,
-        GEMMA_MOE,
+        GEMMA4,
     ),
 )
 UNKNOWN = Architecture(id="unknown", model_types=(), experts_order=None)

@@ -107,7 +107,7 @@ COMMON: tuple[Rule, ...] = (
     Rule(tail("embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_tokens_per_layer"), "embedding"),
     Rule(tail(r"\w*norm\w*", r"ln_\w+", r"shared_head\.norm"), "norm"),
     Rule(tail("shared_expert_gate"), "shared-gate"),
-    Rule(tail(r"(?:mlp|block_sparse_moe|feed_forward|moe|ffn)\.gate", r"router(?:\.\w+)?"), "router"),
+    Rule(tail(r"(?:mlp|block_sparse_moe|feed_forward|moe|ffn)\.gate(?:\.wg)?", r"router(?:\.\w+)?"), "router"),
     Rule(r"(?:^|\.)experts\.\d+\.(?:gate_proj|up_proj|down_proj|w1|w2|w3)$", "expert"),
     Rule(tail("conv1d", "conv", r"\w*_conv", "patch_embed", "patch_embedding"), "conv"),
     Rule(tail("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"), "linear"),
