@@ -1,0 +1,131 @@
+"""The main job on the shipped models: quantize, pack, verify, generate, in every scheme (`make demo`).
+
+Each step is the command that a user would type; they run in this process only to load torch once. Everything lands in
+`demo-out/`: checkpoints, packed directories, and an HTML report per model and scheme.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import torch
+from transformers import AutoTokenizer
+
+import tilewright
+from tilewright.cli.main import load
+
+HERE = Path(__file__).parent
+TEXT = HERE / "models" / "heldout.txt"
+LARGEST_KL = {"block-fp8": 0.005, "int8": 0.005, "int4": 0.02, "w4afp8": 0.005}
+PROMPT = "And the king said unto "
+COLUMNS = ("scheme", "size", "bits/weight", "quantize", "pack", "perplexity", "KL", "top-1", "verdict", "verify")
+WIDTHS = (10, 8, 11, 8, 6, 10, 8, 7, 7, 6)
+
+
+def command(name: str, *arguments: object) -> tuple[Any, float]:
+    """Run a command with --json; its document and the seconds it took."""
+    began, out = time.perf_counter(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):  # 3: below the threshold, as the JSON says
+        load(name).main([str(argument) for argument in (*arguments, "--json")], standalone_mode=False)
+    return json.loads(out.getvalue()), time.perf_counter() - began
+
+
+def generate(packed: Path) -> str:
+    """A line of text by the packed model, run by the bundled kernels."""
+    tokenizer = AutoTokenizer.from_pretrained(packed)
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    model: Any = tilewright.load_model(packed)
+    with torch.inference_mode():
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=72, do_sample=False)
+    return str(tokenizer.decode(output[0])).splitlines()[0]
+
+
+def row(cells: tuple[str, ...]) -> str:
+    first, *others = (cell.rjust(width) for cell, width in zip(cells, WIDTHS, strict=True))
+    return "  ".join(("", first.strip().ljust(WIDTHS[0]), *others))
+
+
+def size(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.2f} MB"
+
+
+def convert(model: Path, scheme: str, output: Path, windows: int) -> tuple[dict[str, Any], tuple[str, ...], Path]:
+    """Quantize, pack and verify one model in one scheme: the verification, a row of the table, the packed directory."""
+    name = f"{model.name}-{scheme}"
+    quantized, packed = output / name, output / f"{name}-cpu"
+    _, quantizing = command("quantize-model", model, quantized, "--scheme", scheme)
+    _, packing = command("pack-for-cpu", quantized, packed)
+    what, _ = command("inspect-model", packed)
+    limits = ("--level", "model", "--text", TEXT, "--windows", windows, "--max-kl", LARGEST_KL[scheme])
+    found, verifying = command("verify-accuracy", model, packed, *limits, "--report", output / f"{name}.html")
+    overall = found["model"]["overall"]
+    cells = (
+        scheme,
+        size(what["nbytes"]),
+        f"{what['bits']:.2f}",
+        f"{quantizing:.1f} s",
+        f"{packing:.1f} s",
+        f"{overall['candidate_perplexity']:.4f}",
+        f"{overall['kl']:.1e}",
+        f"{100 * overall['top1']:.2f}%",
+        found["verdict"],
+        f"{verifying:.0f} s",
+    )
+    return found, cells, packed
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--output", type=Path, default=Path("demo-out"), help="directory to write; replaced if it is there"
+    )
+    parser.add_argument("--windows", type=int, default=256, help="windows of 128 bytes out of the held-out text")
+    parser.add_argument("--models", nargs="*", default=["tiny-qwen3-moe", "tiny-deepseek-v3"])
+    options = parser.parse_args()
+    shutil.rmtree(options.output, ignore_errors=True)
+    options.output.mkdir(parents=True)
+    print(f"Tilewright {tilewright.__version__}: packed models, run by the bundled kernels, against their source")
+    print(f"on {options.windows} windows of 128 bytes of unseen text. Everything lands in {options.output}/.")
+    failed = False
+    for name in options.models:
+        model = HERE / "models" / name
+        source, _ = command("inspect-model", model)
+        print(f"\n{name}: {source['parameters'] / 1e6:.2f}M parameters, {size(source['nbytes'])} in bf16\n")
+        print(row(COLUMNS))
+        lines = []
+        for scheme in LARGEST_KL:
+            found, cells, packed = convert(model, scheme, options.output, options.windows)
+            failed |= found["verdict"] != "pass"
+            print(row(cells), flush=True)
+            lines.append(f"  {scheme:<10}  {generate(packed)}")
+        print(
+            row((
+                "source",
+                size(source["nbytes"]),
+                f"{source['bits']:.2f}",
+                "",
+                "",
+                f"{found['model']['overall']['reference_perplexity']:.4f}",
+                "",
+                "",
+                "",
+                "",
+            ))
+        )
+        print("\n" + "\n".join(lines))
+    return 3 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
