@@ -130,7 +130,7 @@ def _check_consistency(plan: Plan, checkpoint: Checkpoint) -> None:
     wrong += [
         f"{name}: {fate.kind} feeds {fate.outputs}"
         for name, fate in plan.fates.items()
-        if not set(fate.outputs) <= set(plan.tensors) or bool(fate.outputs) == (fate.kind == "dropped")
+        if not all(output in plan.tensors for output in fate.outputs) or bool(fate.outputs) == (fate.kind == "dropped")
     ]
     extents: dict[str, list[tuple[int, int]]] = {name: [] for name in plan.tensors}
     for task in plan.tasks:

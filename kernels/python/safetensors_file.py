@@ -168,23 +168,32 @@ def _place(found: list[tuple[str, TensorSpec, int, int]], data_start: int) -> di
 
 
 def _entry(name: str, fields: Any) -> tuple[str, TensorSpec, int, int]:
-    who = shown(name)
-    if not name or any(0xD800 <= ord(c) < 0xE000 for c in name):  # half a surrogate pair could never be written again
-        raise ValueError(f"{who} is no name for a tensor")
+    try:
+        name.encode()  # half a surrogate pair could never be written again
+        if not name:
+            raise ValueError("is no name for a tensor")
+        return name, *_place_of(fields)
+    except UnicodeEncodeError:
+        raise ValueError(f"{shown(name)} is no name for a tensor") from None
+    except ValueError as error:
+        raise ValueError(f"{shown(name)} {error}") from None
+
+
+def _place_of(fields: Any) -> tuple[TensorSpec, int, int]:
     if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
-        raise ValueError(f"{who} needs dtype, shape and data_offsets and nothing else")
+        raise ValueError("needs dtype, shape and data_offsets and nothing else")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"{who} has dtype {shown(str(dtype))}, known are {', '.join(DTYPES)}")
+        raise ValueError(f"has dtype {shown(str(dtype))}, known are {', '.join(DTYPES)}")
     if not _naturals(shape) or len(shape) > MAX_RANK:
-        raise ValueError(f"{who} has shape {shown(str(shape))}, up to {MAX_RANK} natural numbers are expected")
+        raise ValueError(f"has shape {shown(str(shape))}, up to {MAX_RANK} natural numbers are expected")
     if not _naturals(offsets) or len(offsets) != 2:
-        raise ValueError(f"{who} has data_offsets {shown(str(offsets))}, two natural numbers are expected")
+        raise ValueError(f"has data_offsets {shown(str(offsets))}, two natural numbers are expected")
     spec = TensorSpec(DTYPES[dtype], tuple(shape))
     if offsets[1] - offsets[0] != spec.nbytes:
         size, room = shown(str(spec.nbytes)), offsets[1] - offsets[0]
-        raise ValueError(f"{who} is {dtype} {shown(str(shape))}, {size} bytes, but its data_offsets leave {room}")
-    return name, spec, offsets[0], offsets[1]
+        raise ValueError(f"is {dtype} {shown(str(shape))}, {size} bytes, but its data_offsets leave {room}")
+    return spec, offsets[0], offsets[1]
 
 
 def _naturals(value: Any) -> bool:
