@@ -14,6 +14,7 @@ from tilewright.kernels.layouts.base import Layout
 from tilewright.kernels.module_spec import PACKED_VERSION, QUANT_METHOD, Cut, ModuleSpec
 from tilewright.kernels.tensors import Reject, TensorSpec
 
+from .activation_scales import reduced_scale
 from .architectures import architecture_of, text_config
 from .architectures.base import KEPT, Role
 from .checkpoint import Checkpoint
@@ -26,7 +27,6 @@ from .quantize import source_specs
 from .sources import quantization_config, take_inventory
 from .sources.base import SourceWeight
 
-PACKED_ROLES: tuple[Role, ...] = ("linear", "expert", "head", "shared-gate", "mtp-projection")
 ROUTER = "router: its scores are computed from the plain weight, in the precision that the model asks for"
 HEAD = "lm_head"
 WHOLE = Cut()
@@ -46,7 +46,7 @@ def plan_pack(checkpoint: Checkpoint, target: Target, cut: Cut = WHOLE) -> Plan:
         The plan; its `rejects` say why the source cannot be packed, if it cannot.
     """
     if is_packed(checkpoint):
-        hint = "`pack-for-cpu --unpack` turns it back into the checkpoint that it was made from"
+        hint = "`--unpack` turns it back into the checkpoint that it was made from"
         return Plan({}, (), {}, {}, rejects=(Reject(str(checkpoint.root), "is packed already", hint),))
     planner = _Planner(checkpoint, target, cut)
     planner.decide()
@@ -126,16 +126,19 @@ class _Planner:
             if match := EXPERT.match(weight.module):
                 if members := stacks.pop(match["stack"], []):
                     self._pack_experts(match["stack"], members)
-            elif len(weight.shape) > 2 and role in PACKED_ROLES:
+            elif len(weight.shape) > 2 and role in self.target.roles:
                 reason = f"experts stacked in one tensor {list(weight.shape)} are not packed"
                 self.rejects.append(Reject(weight.module, reason, QUANTIZE_HINT))
-            elif weight.quantized or role in PACKED_ROLES:
+            elif weight.quantized or role in self.target.roles:
                 self._pack([Group(weight.module, ((weight,),))], role)
             else:
                 self._copy(weight.tensors, ROUTER if role == "router" else KEPT.get(role, role))
         embeddings = [weight for weight in inventory.weights if architecture.role(weight.module) == "embedding"]
         self._pack_tied_head(embeddings)
         self._copy((name for name in source.files if name not in self.fates), "no weight of a Linear")
+        if not self.modules and not self.rejects:
+            reason = f"holds no weight that is packed for {self.target.id}"
+            self.rejects.append(Reject(str(source.root), reason, QUANTIZE_HINT))
 
     def plan(self) -> Plan:
         """The plan of what was decided."""
@@ -172,10 +175,24 @@ class _Planner:
             self.rejects.append(groups)
         else:
             self._pack(groups, "expert")
+            if self.target.reduces_scales:
+                self._reduce_scales(groups)
+
+    def _reduce_scales(self, groups: list[Group]) -> None:
+        """One static activation scale for each stack, beside those of its experts, which stay as they are."""
+        for group in groups:
+            task = reduced_scale(group, self.cut, self.modules.get(group.name))
+            if isinstance(task, Reject):
+                self.rejects.append(task)
+            elif task:
+                self.tasks.append(task)
+                self.tensors.update({piece.name: piece.spec for piece in task.pieces})
 
     def _pack_tied_head(self, embeddings: list[SourceWeight]) -> None:
         """Where the head shares the embedding's matrix: pack it once for the head, keep it for the embedding."""
         config = self.checkpoint.config
+        if "head" not in self.target.roles:
+            return
         if f"{HEAD}.weight" in self.checkpoint.files or "ForCausalLM" not in str(config.get("architectures")):
             return
         if text_config(config).get("tie_word_embeddings", config.get("tie_word_embeddings")) is False:
@@ -200,7 +217,7 @@ class _Planner:
     def _pack(self, groups: list[Group], role: Role) -> None:
         """Give groups of equally many experts of one encoding their modules, tensors and tasks, or say why not."""
         weights = [weight for group in groups for expert in group.experts for weight in expert]
-        fmt = self._format(weights[0])
+        fmt = self._format(weights[0]) if role in self.target.roles else None
         if isinstance(fmt, Reject):
             self.rejects.append(fmt)
             return

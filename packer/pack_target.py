@@ -1,11 +1,11 @@
-"""What a checkpoint is packed for: which layout each of its weights gets."""
+"""What a checkpoint is packed for: which weights, and the layout of each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
 
-from tilewright.kernels.formats import WeightFormat
+from tilewright.kernels.formats import INT4_BY_GROUP, WeightFormat
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.layouts.base import Layout
 from tilewright.kernels.tensors import Reject
@@ -16,11 +16,22 @@ PACKED_PREFIXES = ("cpu-", "gpu-")  # ids of layouts that kernels read; all othe
 
 
 class Target(Protocol):
-    """What is packed for: decides the layout of each weight."""
+    """What is packed for: decides the layout of each weight.
+
+    Attributes:
+        id: Name of the target.
+        roles: Roles of the weights that are packed; all others are copied.
+        reduces_scales: Whether static activation scales of a layer's experts are also stored as one.
+    """
 
     @property
-    def id(self) -> str:
-        """Name of the target."""
+    def id(self) -> str: ...  # noqa: D102
+
+    @property
+    def roles(self) -> tuple[Role, ...]: ...  # noqa: D102
+
+    @property
+    def reduces_scales(self) -> bool: ...  # noqa: D102
 
     def layout(self, role: Role, fmt: WeightFormat, shape: tuple[int, ...], parts: int) -> Layout | Reject | None:
         """The layout of a weight; a reject if it cannot be packed; None if this target leaves it as it is."""
@@ -33,10 +44,14 @@ class CpuTarget:
     Attributes:
         preferred: Layout to prefer, or None.
         id: Name of the target.
+        roles: Roles of the weights that are packed.
+        reduces_scales: See `Target`.
     """
 
     preferred: str | None = None
     id: str = "cpu"
+    roles: tuple[Role, ...] = ("linear", "expert", "head", "shared-gate", "mtp-projection")
+    reduces_scales: bool = False
 
     def layout(self, role: Role, fmt: WeightFormat, shape: tuple[int, ...], parts: int) -> Layout | Reject | None:
         """The preferred layout where it accepts the weight, else the first CPU layout that does."""
@@ -49,3 +64,27 @@ class CpuTarget:
                 return LAYOUTS[name]
             rejects.append(str(reject))
         return Reject(fmt.id, f"no layout takes {list(shape)}: {'; '.join(rejects)}")
+
+
+@dataclass(frozen=True)
+class GpuTarget:
+    """The int4 experts in one GPU layout; all else as it is, for the engine that runs it.
+
+    Attributes:
+        preferred: The layout.
+        id: Name of the target.
+        roles: Roles of the weights that are packed.
+        reduces_scales: See `Target`.
+    """
+
+    preferred: str = "gpu-hopper-w4"
+    id: str = "gpu"
+    roles: tuple[Role, ...] = ("expert",)
+    reduces_scales: bool = True
+
+    def layout(self, role: Role, fmt: WeightFormat, shape: tuple[int, ...], parts: int) -> Layout | Reject | None:
+        """The layout, or why it cannot hold the weight."""
+        if fmt not in INT4_BY_GROUP.values():
+            hint = "convert the checkpoint with `quantize-model --scheme w4afp8` first"
+            return Reject(fmt.id, "experts are packed for GPUs in int4 alone", hint)
+        return LAYOUTS[self.preferred].accepts(fmt, shape, parts) or LAYOUTS[self.preferred]

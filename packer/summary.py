@@ -133,8 +133,10 @@ class Summary:
 def summarize(plan: Plan, checkpoint: Checkpoint, job: Job, *, timed: bool = False) -> Summary:
     """Put a plan into figures, from headers alone; `timed` estimates how long it will take, by a short measurement."""
     specs = {name: checkpoint.spec(name) for name in plan.fates}
-    inventory = take_inventory(plan.tensors, plan.config)
-    weights = sum(math.prod(weight.shape) for weight in inventory.weights)
+    plain = {name: spec for name, spec in plan.tensors.items() if name.rpartition(".")[0] not in plan.modules}
+    inventory = take_inventory(plain, plan.config)
+    weights = sum(math.prod(fields["shape"]) for fields in plan.modules.values())
+    weights += sum(math.prod(weight.shape) for weight in inventory.weights)
     weights += sum(math.prod(plan.tensors[name].shape) for name in inventory.loose)
     return Summary(
         tuple(_groups(plan, specs)),

@@ -8,7 +8,7 @@ from dataclasses import replace
 from tilewright.kernels.errors import TilewrightError
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.layouts.base import Layout
-from tilewright.kernels.module_spec import Cut, ModuleSpec
+from tilewright.kernels.module_spec import INPUT_SCALE, Cut, ModuleSpec
 from tilewright.kernels.tensors import Reject, TensorSpec
 
 from .checkpoint import Checkpoint
@@ -32,7 +32,8 @@ def plan_unpack(checkpoint: Checkpoint) -> Plan:
     tasks: list[Task] = []
     fates: dict[str, Fate] = {}
     rejects: list[Reject] = []
-    for name, spec in _modules(checkpoint, rejects).items():
+    modules = _modules(checkpoint, rejects)
+    for name, spec in modules.items():
         names = [f"{name}.{suffix}" for suffix in spec.tensors()]
         if not spec.sources:
             fates.update(dict.fromkeys(names, Fate("dropped", "tied: the source holds the embedding alone")))
@@ -45,7 +46,10 @@ def plan_unpack(checkpoint: Checkpoint) -> Plan:
             tensors.update(pieces)
             fates.update(dict.fromkeys(names, Fate("packed", f"back to layout {spec.source_layout}", tuple(pieces))))
     for name in checkpoint.files:
-        if name not in fates:
+        module, _, suffix = name.rpartition(".")
+        if suffix == INPUT_SCALE and module in modules:
+            fates[name] = Fate("dropped", "the largest of the experts' own, made when they were packed")
+        elif name not in fates:
             tensors[name] = checkpoint.spec(name)
             tasks.append(Task((Source(name),), (Piece(name, tensors[name]),), Copy()))
             fates[name] = Fate("copied", "not packed", (name,))

@@ -11,6 +11,8 @@ from torch import distributed, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from .errors import CheckpointError, TilewrightError
+from .gpu.experts import GpuExperts
+from .layouts.gpu_hopper import GPU_HOPPER_W4
 from .modules import PackedExperts, PackedLinear, PackedStack
 from .packed import PackedCheckpoint, load_packed
 
@@ -100,7 +102,12 @@ def _experts(stack: str, packed: PackedCheckpoint, config: Any) -> PackedExperts
         raise CheckpointError(f"{packed.root}: `{stack}`: w13 and w2 are not both stacks of experts")
     text = config.get_text_config()
     activation = str(getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", ""))
-    return PackedExperts(stack, w13, w2, ACTIVATIONS.get(activation, activation))
+    activation = ACTIVATIONS.get(activation, activation)
+    if w13.spec.layout is not GPU_HOPPER_W4:
+        return PackedExperts(stack, w13, w2, activation)
+    first, second = packed.input_scale(f"{stack}.w13"), packed.input_scale(f"{stack}.w2")
+    scales = None if first is None or second is None else (first, second)
+    return GpuExperts(stack, w13, w2, activation, scales)
 
 
 def _add_up(model: nn.Module, packed: PackedCheckpoint) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from . import ops
+from .gpu.grouped import linear_w4a8
 from .registry import Registry
 
 
@@ -41,5 +42,6 @@ LINEAR_KERNELS: Registry[LinearKernel] = Registry(
         LinearKernel("cpu-vnni-int8", "cpu", ("weight", "weight_scale"), ops.linear_int8),
         LinearKernel("cpu-vnni-fp8", "cpu", ("weight", "weight_scale_inv"), ops.linear_fp8),
         LinearKernel("cpu-vnni-int4", "cpu", ("weight", "weight_zero_point", "weight_scale"), ops.linear_int4),
+        LinearKernel("gpu-hopper-w4", "cuda", ("tiles", "scales"), linear_w4a8),
     ),
 )

@@ -18,6 +18,7 @@ from .tensors import TensorSpec
 
 PACKED_VERSION = "1"
 QUANT_METHOD = "tilewright"
+INPUT_SCALE = "input_scale"  # last part of the name of a static activation scale
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,11 @@ class ModuleSpec:
     bias_dtype: torch.dtype | None = None
     first_expert: int = 0
     whole: tuple[int, ...] = ()
+
+    @property
+    def numbers(self) -> range:
+        """Numbers that the experts of the stack have in the source."""
+        return range(self.first_expert, self.first_expert + self.shape[0])
 
     @property
     def is_summand(self) -> bool:

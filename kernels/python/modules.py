@@ -10,6 +10,7 @@ from torch import nn
 
 from . import ops
 from .errors import KernelUnavailableError
+from .gpu.moe import w4a8_fused_experts
 from .layouts.base import check_tensors
 from .linear_kernels import LINEAR_KERNELS, LinearKernel
 from .module_spec import ModuleSpec
@@ -103,12 +104,12 @@ class PackedLinear(PackedWeight):
 
 
 class PackedStack(PackedWeight):
-    """A stack of packed matrices [E, N, K], multiplied by `PackedExperts`."""
+    """A stack of packed matrices [E, N, K], multiplied by `PackedExperts` or `GpuExperts`."""
 
     @property
     def operator(self) -> str:
-        """One operator for all kinds of experts."""
-        return fused_experts.__name__
+        """One operator for all kinds of experts of a device."""
+        return fused_experts.__name__ if self.kernel.device == "cpu" else w4a8_fused_experts.__name__
 
 
 class PackedExperts(nn.Module):
@@ -217,8 +218,10 @@ def report_kernels(model: nn.Module) -> list[KernelUse]:
     statuses = ops.kernel_report()
     chosen = next(number for number, status in enumerate(statuses) if status.chosen)
     faster = tuple(f"{status.name}: {status.reason}" for status in statuses[:chosen])
-    return [
-        KernelUse(name, module.spec.layout.id, f"{module.operator} on {statuses[chosen].name}", faster)
-        for name, module in model.named_modules()
-        if isinstance(module, PackedWeight)
-    ]
+    uses = []
+    for name, module in model.named_modules():
+        if isinstance(module, PackedWeight):
+            on_cpu = module.kernel.device == "cpu"
+            kernel = f"{module.operator} on {statuses[chosen].name if on_cpu else module.kernel.device}"
+            uses.append(KernelUse(name, module.spec.layout.id, kernel, faster if on_cpu else ()))
+    return uses

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from .errors import CheckpointError, TilewrightError
-from .module_spec import PACKED_VERSION, Cut, ModuleSpec
+from .gpu.reorder import reorder, reordered_spec
+from .module_spec import INPUT_SCALE, PACKED_VERSION, Cut, ModuleSpec
 from .modules import PackedWeight, build_module, find_kernel
 from .safetensors_file import Header, MappedFile, read_header
 from .tensors import TensorSpec
@@ -19,6 +20,7 @@ from .tensors import TensorSpec
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 MANIFEST_FILE = "manifest.json"
+UNCALIBRATED = 1.0
 RUN_HINT = "make the directory again with `pack-for-cpu` or `pack-for-gpu`"
 
 
@@ -55,7 +57,11 @@ class PackedCheckpoint(Mapping[str, PackedWeight]):
         if name not in self._modules:
             spec = self.specs[name]
             tensors = {suffix: self.tensor(f"{name}.{suffix}") for suffix in spec.tensors()}
-            self._modules[name] = build_module(name, spec, tensors)
+            runnable = self._runnable(name)
+            if runnable != spec:
+                bias = {suffix: tensor for suffix, tensor in tensors.items() if suffix == "bias"}
+                tensors = reorder(spec, tensors) | bias
+            self._modules[name] = build_module(name, runnable, tensors)
         return self._modules[name]
 
     def __iter__(self) -> Iterator[str]:
@@ -77,12 +83,28 @@ class PackedCheckpoint(Mapping[str, PackedWeight]):
         tensor = self._maps[header.path].tensor(name)
         return tensor if self.device == "cpu" else tensor.to(self.device)
 
+    def input_scale(self, name: str) -> torch.Tensor | None:
+        """The static activation scale of a stack of experts: fp32 [1]; None if it was not calibrated.
+
+        Engines start with 1 and so do files that nobody calibrated: activations are then scaled as they come.
+        """
+        full = f"{name}.{INPUT_SCALE}"
+        if full not in self.plain:
+            return None
+        scale = self.tensor(full)
+        return None if float(scale) == UNCALIBRATED else scale
+
+    def _runnable(self, name: str) -> ModuleSpec:
+        """What a module is on the device: experts packed for an engine's GPU kernel are reordered for the bundled."""
+        spec = self.specs[name]
+        return spec if torch.device(self.device).type == "cpu" else reordered_spec(name, spec)
+
     def problems(self) -> list[str]:
         """Everything that keeps this directory from being run here."""
         found = []
         for name, spec in self.specs.items():
             try:
-                find_kernel(name, spec, torch.device(self.device).type)
+                find_kernel(name, self._runnable(name), torch.device(self.device).type)
             except TilewrightError as error:
                 found.append(error.message)
             for suffix, expected in spec.tensors().items():

@@ -192,3 +192,28 @@ def _run_gluon(
     else:
         with torch.cuda.device(device):
             gluon_launch.start(kernel, device, *operands)
+
+
+def linear_w4a8(
+    x: torch.Tensor, tiles: torch.Tensor, scales: torch.Tensor, n: int, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`x W^T + bias` for one matrix in layout `gpu-hopper-w4`, each row of x rounded to FP8 by its own magnitude.
+
+    Args:
+        x: fp32, bf16 or fp16 [.., K].
+        tiles: uint8 [N/64, T, 64, 64].
+        scales: bf16 [G, N].
+        n: N.
+        bias: fp32 [N] or None.
+
+    Returns:
+        [.., N] in the dtype of x.
+    """
+    rows = x.reshape(-1, x.shape[-1]).to(torch.float32)
+    a_scale = reference.activation_scales(rows, "token", None)
+    offsets = torch.arange(2, dtype=torch.int32, device=x.device) * rows.shape[0]
+    group = tiles.shape[-3] * 128 // scales.shape[-2]
+    quantized = reference.quantize(rows, a_scale)
+    y = w4a8_grouped_mm(quantized, tiles[None], scales[None], offsets, a_scale.contiguous(), group)
+    y = y if bias is None else y + bias
+    return y.to(x.dtype).reshape(*x.shape[:-1], n)
