@@ -17,7 +17,7 @@ class GpuExperts(PackedExperts):
         w13: Gate and up [E, 2I, H], parts 2, gate first.
         w2: Down [E, H, I].
         activation: "silu".
-        input_scales: fp32 [1] each, static scales of the FP8 activations that are multiplied by w13 and by w2; by default
+        input_scales: fp32 [1] each, static scales of the FP8 activations multiplied by w13 and by w2; by default
             every row is scaled by its own magnitude.
 
     Raises:
