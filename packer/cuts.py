@@ -66,9 +66,8 @@ class Share:
         if self.rows[1] > 1 and fmt.block_n > 1 and share % fmt.block_n and fmt.block_n % share:
             return f"{share} rows of each share span blocks of {fmt.block_n} that begin elsewhere"
         share = k // self.columns[1]
-        whole = not fmt.block_k or share % fmt.block_k == 0 or (fmt.bits > 4 and fmt.block_k % share == 0)
-        if self.columns[1] > 1 and not whole:
-            return f"{share} columns of each share are not whole groups of {fmt.block_k}"
+        if self.columns[1] > 1 and fmt.block_k and share % fmt.block_k and fmt.block_k % share:
+            return f"{share} columns of each share span blocks of {fmt.block_k} that begin elsewhere"
         return None
 
 

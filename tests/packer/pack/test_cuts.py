@@ -57,8 +57,8 @@ def test_shares_joined_are_the_whole(fmt: WeightFormat, n: int, k: int, count: i
         (BF16, 7, 8, Share(rows=(0, 2)), "7 rows are not 2 equal shares"),
         (BF16, 8, 9, Share(columns=(1, 2)), "9 columns are not 2 equal shares"),
         (FP8, 192, 128, Share(rows=(1, 2)), "96 rows of each share span blocks of 128 that begin elsewhere"),
-        (FP8, 128, 384, Share(columns=(0, 2)), "192 columns of each share are not whole groups of 128"),
-        (INT4_G128, 8, 128, Share(columns=(0, 2)), "64 columns of each share are not whole groups of 128"),
+        (FP8, 128, 384, Share(columns=(0, 2)), "192 columns of each share span blocks of 128 that begin elsewhere"),
+        (INT4_G128, 8, 192, Share(columns=(0, 2)), "96 columns of each share span blocks of 128 that begin elsewhere"),
     ],
 )
 def test_impossible_shares(fmt: WeightFormat, n: int, k: int, share: Share, reason: str) -> None:
@@ -100,6 +100,7 @@ def cut(source: Path, output: Path, tp: int, ep: int) -> list[Path]:
         ("tiny-qwen3-moe", "block-fp8", 2, 2),
         ("tiny-deepseek-v3", "int8", 4, 2),
         ("tiny-deepseek-v3", "w4afp8", 1, 4),
+        ("tiny-deepseek-v3", "w4afp8", 2, 1),
     ],
 )
 def test_ranks_joined_equal_the_uncut_layer(
@@ -127,10 +128,10 @@ def test_ranks_joined_equal_the_uncut_layer(
 
 
 def test_refused_cuts_name_the_possible_ones(quantized: Call) -> None:
-    plans = plan_ranks(open_checkpoint(quantized("tiny-deepseek-v3", "w4afp8")), CpuTarget(), 2, 1)
+    plans = plan_ranks(open_checkpoint(quantized("tiny-qwen3-moe", "w4afp8")), CpuTarget(), 4, 1)
     reasons = [str(reject) for reject in plans[0].rejects]
-    assert any("64 columns of each share are not whole groups of 128" in reason for reason in reasons)
-    assert reasons[-1] == "degrees: possible are --tp 1; alone, --ep 1, 2, 4, 8"
+    assert "config.json: num_key_value_heads = 2 is not 4 equal shares" in reasons
+    assert reasons[-1] == "degrees: possible are --tp 1, 2; alone, --ep 1, 2, 4, 8"
 
 
 def test_a_share_is_not_unpacked(quantized: Call, unpack: Call, tmp_path: Path) -> None:
