@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,12 +43,12 @@ def hashes(root: Path) -> dict[str, str]:
 class Tripwire:
     """Counts what happens to the disk and calls `trip` at the event number `at`, before or half-way through it."""
 
-    def __init__(self, at: int, trip: Callable[[], None]) -> None:
+    def __init__(self, at: int, trip: Callable[[], None], events: Sequence[str] = EVENTS) -> None:
         self.count = 0
         self._at = at
         self._trip = trip
         self._lock = threading.Lock()
-        for name in EVENTS:
+        for name in events:
             setattr(os, name, self._wrapped(name, getattr(os, name)))
 
     def _wrapped(self, name: str, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,15 +145,15 @@ def test_kill_at_any_moment(
         assert {path.name for path in mine.glob("*.safetensors")} == (set() if consume else shards)
 
 
-def interrupted(source: Path, output: Path, make_plan: MakePlan, at: int = 60, **options: Any) -> None:
-    """Leave a run that was killed at event `at`, late enough for a finished shard and too early for the last."""
+def interrupted(source: Path, output: Path, make_plan: MakePlan, **options: Any) -> None:
+    """Leave a run that was killed in the middle of writing down its second finished shard."""
 
     def run() -> None:
-        Tripwire(at, kill)
+        Tripwire(3, kill, events=("write",))  # only the journal is written so
         convert(source, output, make_plan, jobs=1, **options)
 
     assert in_child(run) == -signal.SIGKILL
-    assert (output / PARTIAL / "journal").read_bytes().count(b"\n") >= 2
+    assert (output / PARTIAL / "journal").read_bytes().count(b"\n") == 2
     assert not (output / "manifest.json").exists()
 
 
@@ -253,7 +253,7 @@ def test_any_refused_write_is_resumable(
     source, output = make_source(), tmp_path / "out"
     convert(source, tmp_path / "whole", make_plan)
     final, before = hashes(tmp_path / "whole"), hashes(source)
-    for at in (2, 3, 5, 30, 61, 83, 100):
+    for at in (2, 3, 5, 30, 61, 83, 95):
         wire = Tripwire(at, raising(number))
         with pytest.raises(TilewrightError, match=message):
             convert(source, output, make_plan)
