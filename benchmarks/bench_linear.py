@@ -53,12 +53,9 @@ class Probes:
     """Limits of the machine, probed again whenever asked."""
 
     def __init__(self) -> None:
-        source = Path(__file__).with_name("probes.cpp")
-        self._folder = tempfile.TemporaryDirectory()
-        library = Path(self._folder.name) / "probes.so"
-        command = ["g++", "-O3", "-march=native", "-fopenmp", "-shared", "-fPIC", str(source), "-o", str(library)]
-        subprocess.run(command, check=True)
-        self._library = ctypes.CDLL(str(library))
+        with tempfile.TemporaryDirectory() as folder:
+            library = _compile("probes.cpp", Path(folder), ["-O3", "-march=native", "-fopenmp"])
+            self._library = ctypes.CDLL(str(library))
         self._data = torch.ones(512 << 20, dtype=torch.uint8)
         self.has_tiles = hasattr(self._library, "products_int8") and ops.isa() == "amx"
 
@@ -67,14 +64,22 @@ class Probes:
         pointer, size = ctypes.c_void_p(self._data.data_ptr()), ctypes.c_size_t(self._data.numel())
         return self._data.numel() / _best(lambda: self._library.read_memory(pointer, size), 5)
 
-    def peak(self, kind: str) -> float | None:
-        """Operations (two per multiply-add) per second of tile products in registers."""
+    def peak(self, kind: str, threads: int | None = None) -> float | None:
+        """Operations (two per multiply-add) per second of tile products in registers, on all threads or some."""
         if not self.has_tiles:
             return None
-        steps, int8 = 200_000, kind in {"int8", "int4"}
+        steps, int8 = 100_000, kind in {"int8", "int4"}
+        count = threads or self._library.threads()
         probe = self._library.products_int8 if int8 else self._library.products_bf16
-        seconds = _best(lambda: probe(ctypes.c_int64(steps)), 3)
-        return self._library.threads() * steps * 4 * 16 * 16 * (64 if int8 else 32) * 2 / seconds
+        seconds = _best(lambda: probe(ctypes.c_int64(steps), count), 3)
+        return count * steps * 4 * 16 * 16 * (64 if int8 else 32) * 2 / seconds
+
+
+def _compile(name: str, folder: Path, options: list[str]) -> Path:
+    library = folder / Path(name).with_suffix(".so")
+    command = ["g++", "-shared", "-fPIC", str(Path(__file__).with_name(name)), "-o", str(library), *options]
+    subprocess.run(command, check=True)
+    return library
 
 
 def _best(action: Callable[[], object], repeats: int) -> float:
@@ -170,13 +175,24 @@ def run(args: argparse.Namespace, probes: Probes) -> list[Result]:
 
 
 def overhead() -> dict[str, float]:
-    """Microseconds of a call with no rows (dispatch and checks), and of one on a 32 x 32 weight."""
+    """Microseconds of calls that hardly compute, and of one with the same signature that only makes its result."""
+    root = Path(torch.__path__[0])
+    options = ["-O2", "-std=c++20", "-DTORCH_TARGET_VERSION=0x020A000000000000ULL", "-isystem", str(root / "include")]
+    with tempfile.TemporaryDirectory() as folder:
+        library = _compile("empty_op.cpp", Path(folder), [*options, f"-L{root / 'lib'}", "-ltorch_cpu"])
+        torch.ops.load_library(library)
     w, s = torch.zeros(32, 36, dtype=torch.int8), torch.ones(32)
-    taken = {}
-    for name, m in (("no rows", 0), ("one row of 32 x 32", 1)):
-        x = torch.zeros(m, 32, dtype=torch.bfloat16)
-        batches = [_best(lambda: [torch.ops.tilewright.linear_int8(x, w, s, 32) for _ in range(200)], 20)]  # noqa: B023
-        taken[name] = min(batches) / 200 * 1e6
+    calls = {
+        "an empty operator": (torch.ops.tilewright_bench.empty_linear, 1),
+        "no rows": (torch.ops.tilewright.linear_int8, 0),
+        "one row of 32 x 32": (torch.ops.tilewright.linear_int8, 1),
+    }
+    taken = dict.fromkeys(calls, float("inf"))
+    for _ in range(30):
+        for name, (call, m) in calls.items():
+            x = torch.zeros(m, 32, dtype=torch.bfloat16)
+            batch = _best(lambda: [call(x, w, s, 32) for _ in range(200)], 1)  # noqa: B023
+            taken[name] = min(taken[name], batch / 200 * 1e6)
     return taken
 
 
@@ -237,15 +253,16 @@ def plot(path: Path, results: list[Result], bandwidth: float, peak: float | None
     figure.savefig(path, dpi=120)
 
 
+def shape_of(text: str) -> tuple[int, int]:
+    n, k = text.split("x")
+    return int(n), int(k)
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
 
-    def pair(text: str) -> tuple[int, int]:
-        n, k = text.split("x")
-        return int(n), int(k)
-
     parser.add_argument("--out", type=Path, help="path of the results without suffix")
-    parser.add_argument("--shapes", type=pair, nargs="+", default=SHAPES, metavar="NxK")
+    parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES, metavar="NxK")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, metavar="M")
     parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
     parser.add_argument("--rotate", type=int, default=640, help="MiB of weights of each kind")

@@ -46,7 +46,8 @@ struct Linear {
   int64_t row_tasks;        //
   int64_t block_tasks;      // tasks = row_tasks * block_tasks, rows outermost
   bool streams;             // weights are read once, in file order: threads should get runs of tasks
-  bool prefetch;            //
+  int64_t weights_ahead;    // see Blocking
+  int64_t steps_ahead;      //
   size_t activation_bytes;  // size of `activations`
   size_t task_bytes;        // scratch of one thread for compute
   size_t prepare_bytes;     // scratch of one thread for prepare
@@ -56,15 +57,16 @@ struct Linear {
   int32_t* row_sums;        // [m, k/group], sums of int8 activations, int4_int8 only
 };
 
-// How problems are cut for the caches. No field changes a result, but for the order of bf16 sums by the chunks.
+// How problems are cut for the caches. No field changes a result, but for the order of bf16 sums by the chunks where
+// vector registers hold them.
 struct Blocking {
-  int64_t bf16_chunk;       // columns: a panel of them stays in the first-level cache while the rows pass by
-  int64_t int8_chunk;       //
-  int64_t folds;            // folds of one chunk where scales apply to groups of columns
+  int64_t bf16_chunk;       // columns: a panel of them, and as many columns of one group of activations, stay in the
+  int64_t int8_chunk;       // first-level cache while the rows pass by
   int64_t streaming_bytes;  // activations up to this size stay in the second-level cache whole: blocks go one by one
   int64_t task_rows;        // otherwise a task has so many rows, a chunk of whose activations stays there
   int64_t task_blocks;      // and so many blocks at most, which bounds its sums
-  int64_t prefetch;         // whether the products ask for the weights of the next chunk
+  int64_t weights_ahead;    // bytes: how far before their use weights are asked for that are read once; 0: not at all
+  int64_t steps_ahead;      // how many tile products before their use activations are brought to the first-level cache
 };
 
 struct Experts;  // experts.h

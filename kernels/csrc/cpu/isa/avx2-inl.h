@@ -20,11 +20,11 @@ struct Avx2 {
   static constexpr bool kFloatUnits = true, kDecodes = true, kRowSums = true;
   static constexpr Blocking kBlocking{.bf16_chunk = 128,
                                       .int8_chunk = 2048,
-                                      .folds = 1,
                                       .streaming_bytes = 1 << 18,
                                       .task_rows = 96,
                                       .task_blocks = 8,
-                                      .prefetch = 0};
+                                      .weights_ahead = 0,
+                                      .steps_ahead = 0};
   static constexpr int vectors(int rows) { return rows <= 2 ? 4 : 2; }
 
   static F zero() { return _mm256_setzero_ps(); }

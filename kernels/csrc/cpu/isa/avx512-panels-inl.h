@@ -64,6 +64,7 @@ struct Avx512Panels {
     if (kind == Kind::fp8) {
       __m512i v[2];
       for (int64_t p = 0; p < c.columns / 2; ++p) {
+        _mm_prefetch(c.ahead + p * 64, _MM_HINT_T0);
         decode_fp8(_mm512_loadu_si512(c.weights + p * 64), v);
         store(out, p, v[0], v[1]);
       }
@@ -71,11 +72,12 @@ struct Avx512Panels {
     }
     for (int64_t g = 0; g < c.folds; ++g) {
       const uint8_t* from = c.weights + g * (c.fold * 16 + 128);
+      const uint8_t* ahead = c.ahead + (from - c.weights);
       const int8_t* zeros = c.zeros + g * kBlockN;
       if (kind == Kind::int4_int8)
-        quads(from, c.fold / 4, load_zeros(zeros), load_zeros(zeros + 16), out + g * c.fold * kBlockN);
+        quads(from, ahead, c.fold / 4, load_zeros(zeros), load_zeros(zeros + 16), out + g * c.fold * kBlockN);
       else
-        pairs(from, c.fold / 4, load_zeros(zeros), load_zeros(zeros + 16), out + g * c.fold * kBlockN * 2);
+        pairs(from, ahead, c.fold / 4, load_zeros(zeros), load_zeros(zeros + 16), out + g * c.fold * kBlockN * 2);
     }
     return out;
   }
@@ -85,12 +87,14 @@ struct Avx512Panels {
     _mm512_storeu_si512(out + at * 128 + 64, second);
   }
 
-  static void quads(const uint8_t* from, int64_t count, __m512i zero0, __m512i zero1, uint8_t* out) {
+  static void quads(const uint8_t* from, const uint8_t* ahead, int64_t count, __m512i zero0, __m512i zero1,
+                    uint8_t* out) {
     const __m512i every_byte = _mm512_set1_epi32(0x01010101);
     zero0 = _mm512_mullo_epi32(_mm512_and_si512(zero0, _mm512_set1_epi32(0xff)), every_byte);
     zero1 = _mm512_mullo_epi32(_mm512_and_si512(zero1, _mm512_set1_epi32(0xff)), every_byte);
     for (int64_t q = 0; q < count; ++q) {
       __m512i v[2];
+      _mm_prefetch(ahead + q * 64, _MM_HINT_T0);
       nibbles(from + q * 64, v);
       if constexpr (kSigned)
         store(out, q, _mm512_sub_epi8(v[0], zero0), _mm512_sub_epi8(v[1], zero1));
@@ -99,9 +103,11 @@ struct Avx512Panels {
     }
   }
 
-  static void pairs(const uint8_t* from, int64_t count, __m512i zero0, __m512i zero1, uint8_t* out) {
+  static void pairs(const uint8_t* from, const uint8_t* ahead, int64_t count, __m512i zero0, __m512i zero1,
+                    uint8_t* out) {
     for (int64_t q = 0; q < count; ++q) {
       __m512i v[2];
+      _mm_prefetch(ahead + q * 64, _MM_HINT_T0);
       nibbles(from + q * 64, v);
       for (int i = 0; i < 2; ++i) store(out, 2 * q + i, bf16_pairs(v[0], i, zero0), bf16_pairs(v[1], i, zero1));
     }

@@ -16,11 +16,11 @@ struct Avx512 : Avx512Panels<false> {
   static constexpr bool kFloatUnits = false, kRowSums = true, kBiasedInt8 = true, kDecodes = true;
   static constexpr Blocking kBlocking{.bf16_chunk = 512,
                                       .int8_chunk = 1024,
-                                      .folds = 1,
                                       .streaming_bytes = 1 << 19,
                                       .task_rows = 192,
                                       .task_blocks = 8,
-                                      .prefetch = 0};
+                                      .weights_ahead = 0,
+                                      .steps_ahead = 0};
   static constexpr int vectors(int) { return 2; }
 
   static F zero() { return _mm512_setzero_ps(); }

@@ -13,7 +13,8 @@ namespace {
 struct Chunk {
   const uint8_t* weights;  // as packed
   const uint8_t* panel;    // in the form that the products read, or null where they decode themselves
-  const uint8_t* next;     // as packed, what this thread multiplies next
+  const uint8_t* ahead;    // as packed, what to ask for while `weights` are read; `weights` where nothing
+  const uint8_t* next;     // as packed, the chunk that this thread reads next
   int64_t fold, folds;     //
   int64_t columns;         // fold * folds, or less in the last chunk
   int64_t unit;            // first 4-byte unit of each packed row of activations
@@ -38,6 +39,12 @@ inline int64_t weight_bytes(const Linear* p, int64_t columns) {  // of a block, 
 
 inline const uint8_t* block_weights(const Linear* p, int64_t block) {
   return p->weight + block * (weight_bytes(p, p->padded_k) + (p->kind == Kind::int8 ? kBlockN * 4 : 0));
+}
+
+inline bool is_narrow(const Linear* p, int64_t block) { return p->stored_n - block * kBlockN < kBlockN; }
+
+inline const uint8_t* weights_at(const Linear* p, int64_t block, int64_t k0) {
+  return block_weights(p, block) + weight_bytes(p, k0) / (is_narrow(p, block) ? 2 : 1);
 }
 
 // A last block of 16 rows [pair][16][2], as one of 32 whose second half is zero.
@@ -69,18 +76,18 @@ inline Workspace workspace(const Linear* p, void* scratch) {
   return w;
 }
 
-// The weights and scales of the chunk at column k0 of a block.
+// The weights and scales of the chunk at column k0 of a block, whose decoding asks for weights `ahead` bytes on.
 template <class I>
-Chunk chunk_of(const Linear* p, int64_t block, int64_t k0, bool panel, const Workspace& w) {
-  const bool narrow = p->stored_n - block * kBlockN < kBlockN;
+Chunk chunk_of(const Linear* p, int64_t block, int64_t k0, bool panel, int64_t ahead, const Workspace& w) {
+  const bool narrow = is_narrow(p, block);
   Chunk c{};
   c.columns = smaller(p->chunk, p->padded_k - k0);
   c.fold = p->fold;
   c.folds = ceil_div(c.columns, c.fold);
   c.first = k0 == 0;
   c.unit = has_int8_activations(p->kind) ? k0 / 4 : I::kFloatUnits ? k0 : k0 / 2;
-  c.weights = block_weights(p, block) + weight_bytes(p, k0) / (narrow ? 2 : 1);
-  c.next = c.weights + weight_bytes(p, c.columns);
+  c.weights = weights_at(p, block, k0);
+  c.ahead = c.weights + ahead;
   if (narrow) c.weights = widen(c.weights, c.columns / 2, p->kind == Kind::bf16 ? 2 : 1, w.wide);
   if (p->kind == Kind::fp8) {
     c.scale = w.scale;
@@ -114,7 +121,11 @@ void store_row(const float* v, const Linear* p, int64_t row, int64_t column, int
     for (int i = 0; i < kBlockN; ++i) out[i] = float_to_bf16(v[i]);
   else
     I::floats_to_halves(v, out, kBlockN);
-  memcpy(static_cast<uint16_t*>(p->y) + at, out, size_t(count) * 2);
+  uint16_t* const y = static_cast<uint16_t*>(p->y) + at;
+  if (count == kBlockN)
+    memcpy(y, out, sizeof out);  // of a constant size: one store, not a call
+  else
+    memcpy(y, out, size_t(count) * 2);
 }
 
 // What turns the sums of one block into values: column scales of int8, bias.
@@ -158,9 +169,13 @@ inline void finish_row(const Linear* p, const Columns& c, int64_t row, const voi
 template <class I>
 void accumulate(I& multiplier, const Linear* p, const Range& at, const Workspace& w, uint8_t* sums,
                 size_t block_bytes) {
+  const int64_t rows = at.row_end - at.row_begin, ahead = rows <= p->rows ? p->weights_ahead : 0;
   for (int64_t k0 = 0; k0 < p->padded_k; k0 += p->chunk)
     for (int64_t b = at.block_begin; b < at.block_end; ++b) {
-      Chunk c = chunk_of<I>(p, b, k0, I::needs_panel(at.row_end - at.row_begin), w);
+      Chunk c = chunk_of<I>(p, b, k0, I::needs_panel(rows), ahead, w);
+      const bool last = b + 1 == at.block_end, end = last && k0 + p->chunk >= p->padded_k;
+      c.next = end ? weights_at(p, at.block_end, 0)
+                   : weights_at(p, last ? at.block_begin : b + 1, last ? k0 + p->chunk : k0);
       c.sum = sums + size_t(b - at.block_begin) * block_bytes;
       multiplier.multiply(c, at.row_begin, at.row_end);
     }
@@ -197,11 +212,13 @@ void plan(Linear* p, const Blocking* blocking) {
   p->unit_span = I::span(p->kind, p->group);
   p->units = round_up(integers ? p->padded_k / 4 : I::kFloatUnits ? p->padded_k : p->padded_k / 2, p->unit_span);
   p->activation_bytes = size_t(p->m * p->units) * 4;
+  const int64_t most = integers ? blocking->int8_chunk : blocking->bf16_chunk;
   if (p->kind == Kind::bf16 || p->kind == Kind::int8) {
-    p->fold = p->chunk = p->kind == Kind::bf16 ? blocking->bf16_chunk : blocking->int8_chunk;
+    // Where a chunk goes on from the sums of the last one, cuts change no bits; for one group of rows they do no good.
+    p->fold = p->chunk = I::kChained && p->m <= p->rows ? p->padded_k : most;
   } else {
     p->fold = p->kind == Kind::fp8 ? 128 : p->group;
-    p->chunk = p->fold * larger(1, smaller(blocking->folds, I::kMaxFolds));
+    p->chunk = p->fold * larger(1, smaller(most / p->fold, I::kMaxFolds));
   }
   const int64_t blocks = ceil_div(p->n, kBlockN), all_rows = round_up(p->m, p->rows);
   p->streams = int64_t(p->activation_bytes) <= blocking->streaming_bytes;
@@ -210,7 +227,8 @@ void plan(Linear* p, const Blocking* blocking) {
   const int64_t wanted = p->streams ? 1 : blocks * p->row_tasks / (4 * p->threads);
   p->task_blocks = larger(1, smaller(wanted, blocking->task_blocks));
   p->block_tasks = ceil_div(blocks, p->task_blocks);
-  p->prefetch = blocking->prefetch != 0;
+  p->weights_ahead = blocking->weights_ahead;
+  p->steps_ahead = blocking->steps_ahead;
   p->prepare_bytes = size_t(p->units + p->padded_k + 16) * 4;
   p->task_bytes = workspace(p, nullptr).bytes;
 }

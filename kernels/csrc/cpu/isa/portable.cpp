@@ -20,11 +20,11 @@ struct Portable : ScalarPanels<Floats, false> {
   static constexpr bool kFloatUnits = true, kRowSums = true, kBiasedInt8 = false, kDecodes = false;
   static constexpr Blocking kBlocking{.bf16_chunk = 128,
                                       .int8_chunk = 1024,
-                                      .folds = 1,
                                       .streaming_bytes = 1 << 19,
                                       .task_rows = 128,
                                       .task_blocks = 8,
-                                      .prefetch = 0};
+                                      .weights_ahead = 0,
+                                      .steps_ahead = 0};
   static constexpr int vectors(int) { return 2; }
 
   static F zero() { return F{}; }

@@ -163,6 +163,7 @@ inline void on_rows(int64_t rows, const Linear* p, const Chunk& c, const Rows& a
 template <class V>
 struct VectorIsa : V {
   static constexpr int kMaxFolds = 1;
+  static constexpr bool kChained = false;
   const Linear* p;
 
   explicit VectorIsa(const Linear* problem) : p(problem) {}
