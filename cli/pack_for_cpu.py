@@ -24,6 +24,7 @@ LAYOUTS = (
 @click.option("--layout", type=click.Choice(LAYOUTS), help="Layout to prefer for the weights that it can hold.")
 @click.option("--tp", type=click.IntRange(1), default=1, help="Cut every matrix for this many ranks.")
 @click.option("--ep", type=click.IntRange(1), default=1, help="Deal the experts to this many groups of ranks.")
+@click.option("--absorbed", is_flag=True, help="Also split kv_b_proj of latent attention into w_kc and w_vc.")
 @click.option(
     "--unpack", is_flag=True, help="SOURCE is a packed directory; write the checkpoint that it was made from."
 )
@@ -37,6 +38,7 @@ def pack_for_cpu(
     layout: str | None,
     tp: int,
     ep: int,
+    absorbed: bool,
     unpack: bool,
     dry_run: bool,
     as_json: bool,
@@ -55,15 +57,15 @@ def pack_for_cpu(
     from tilewright.packer.pack_target import CpuTarget
     from tilewright.packer.unpack import plan_unpack
 
-    if unpack and (layout or max(tp, ep) > 1):
-        raise click.UsageError("--layout, --tp and --ep say how to pack, --unpack does the opposite")
+    if unpack and (layout or absorbed or max(tp, ep) > 1):
+        raise click.UsageError("--layout, --tp, --ep and --absorbed say how to pack, --unpack does the opposite")
     options = Options(**running)
     checkpoint = open_checkpoint(source, consumed=kept_headers(output) if options.resume else None)
     if unpack:
         plans = {output: plan_unpack(checkpoint)}
     elif max(tp, ep) == 1:
-        plans = {output: plan_pack(checkpoint, CpuTarget(layout))}
+        plans = {output: plan_pack(checkpoint, CpuTarget(layout, absorbs=absorbed))}
     else:
-        ranked = enumerate(plan_ranks(checkpoint, CpuTarget(layout), tp, ep))
+        ranked = enumerate(plan_ranks(checkpoint, CpuTarget(layout, absorbs=absorbed), tp, ep))
         plans = {output / rank_directory(rank, max(tp, ep)): plan for rank, plan in ranked}
     carry_out(plans, checkpoint, options, dry_run=dry_run, as_json=as_json)

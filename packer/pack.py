@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from tilewright import __version__
-from tilewright.kernels.formats import BF16, FORMATS, WeightFormat
+from tilewright.kernels.formats import BF16, FORMATS, FP8, WeightFormat
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.layouts.base import Layout
 from tilewright.kernels.module_spec import PACKED_VERSION, QUANT_METHOD, Cut, ModuleSpec
@@ -19,6 +19,7 @@ from .architectures import architecture_of, text_config
 from .architectures.base import KEPT, Role
 from .checkpoint import Checkpoint
 from .cuts import Share, cut_of, cut_rejects, share_of
+from .latent_attention import PROJECTION, AbsorbStep, heads_of
 from .pack_groups import EXPERT, Group, group_experts
 from .pack_steps import PackedPart, PackStep
 from .pack_target import PACKED_PREFIXES, Target
@@ -131,6 +132,8 @@ class _Planner:
                 self.rejects.append(Reject(weight.module, reason, QUANTIZE_HINT))
             elif weight.quantized or role in self.target.roles:
                 self._pack([Group(weight.module, ((weight,),))], role)
+                if self.target.absorbs and weight.module.endswith(f".{PROJECTION}"):
+                    self._absorb(weight)
             else:
                 self._copy(weight.tensors, ROUTER if role == "router" else KEPT.get(role, role))
         embeddings = [weight for weight in inventory.weights if architecture.role(weight.module) == "embedding"]
@@ -187,6 +190,29 @@ class _Planner:
             elif task:
                 self.tasks.append(task)
                 self.tensors.update({piece.name: piece.spec for piece in task.pieces})
+
+    def _absorb(self, weight: SourceWeight) -> None:
+        """Add `w_kc` and `w_vc` beside a packed `kv_b_proj`."""
+        fmt = self._format(weight)
+        heads = heads_of(weight, self.checkpoint.config, self.cut.tp[1])
+        if isinstance(heads, Reject):
+            self.rejects.append(heads)
+        if weight.module not in self.modules or isinstance(heads, Reject) or not isinstance(fmt, WeightFormat):
+            return
+        prefix = weight.module.removesuffix(f".{PROJECTION}")
+        made = heads.format(fmt)
+        layout = LAYOUTS["cpu-vnni-fp8" if made is FP8 else "cpu-vnni-bf16"]
+        outputs: dict[str, TensorSpec] = {}
+        for name, shape in heads.shapes().items():
+            spec = self.modules[f"{prefix}.{name}"] = ModuleSpec(layout, made, shape)
+            outputs |= {f"{prefix}.{name}.{suffix}": tensor for suffix, tensor in spec.tensors().items()}
+        self.tensors |= outputs
+        share = share_of(PROJECTION, self.cut, is_expert=False)
+        step = AbsorbStep(prefix, weight.reader, fmt, share, heads, layout)
+        self.tasks.append(Task(tuple(map(Source, weight.tensors)), tuple(Piece(*o) for o in outputs.items()), step))
+        for name in weight.tensors:
+            fate = self.fates[name]
+            self.fates[name] = replace(fate, outputs=(*fate.outputs, *outputs))
 
     def _pack_tied_head(self, embeddings: list[SourceWeight]) -> None:
         """Where the head shares the embedding's matrix: pack it once for the head, keep it for the embedding."""

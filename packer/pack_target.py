@@ -22,6 +22,7 @@ class Target(Protocol):
         id: Name of the target.
         roles: Roles of the weights that are packed; all others are copied.
         reduces_scales: Whether static activation scales of a layer's experts are also stored as one.
+        absorbs: Whether `kv_b_proj` of latent attention is also split into `w_kc` and `w_vc`.
     """
 
     @property
@@ -32,6 +33,9 @@ class Target(Protocol):
 
     @property
     def reduces_scales(self) -> bool: ...  # noqa: D102
+
+    @property
+    def absorbs(self) -> bool: ...  # noqa: D102
 
     def layout(self, role: Role, fmt: WeightFormat, shape: tuple[int, ...], parts: int) -> Layout | Reject | None:
         """The layout of a weight; a reject if it cannot be packed; None if this target leaves it as it is."""
@@ -46,12 +50,14 @@ class CpuTarget:
         id: Name of the target.
         roles: Roles of the weights that are packed.
         reduces_scales: See `Target`.
+        absorbs: See `Target`.
     """
 
     preferred: str | None = None
     id: str = "cpu"
     roles: tuple[Role, ...] = ("linear", "expert", "head", "shared-gate", "mtp-projection")
     reduces_scales: bool = False
+    absorbs: bool = False
 
     def layout(self, role: Role, fmt: WeightFormat, shape: tuple[int, ...], parts: int) -> Layout | Reject | None:
         """The preferred layout where it accepts the weight, else the first CPU layout that does."""
@@ -75,12 +81,14 @@ class GpuTarget:
         id: Name of the target.
         roles: Roles of the weights that are packed.
         reduces_scales: See `Target`.
+        absorbs: See `Target`.
     """
 
     preferred: str = "gpu-hopper-w4"
     id: str = "gpu"
     roles: tuple[Role, ...] = ("expert",)
     reduces_scales: bool = True
+    absorbs: bool = False
 
     def layout(self, role: Role, fmt: WeightFormat, shape: tuple[int, ...], parts: int) -> Layout | Reject | None:
         """The layout, or why it cannot hold the weight."""

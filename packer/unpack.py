@@ -36,7 +36,9 @@ def plan_unpack(checkpoint: Checkpoint) -> Plan:
     for name, spec in modules.items():
         names = [f"{name}.{suffix}" for suffix in spec.tensors()]
         if not spec.sources:
-            fates.update(dict.fromkeys(names, Fate("dropped", "tied: the source holds the embedding alone")))
+            fates.update(
+                dict.fromkeys(names, Fate("dropped", "made of another module's weight, which is unpacked from there"))
+            )
         elif spec.source_layout not in LAYOUTS:
             rejects.append(Reject(name, "was packed from tensors that no checkpoint layout holds"))
         else:

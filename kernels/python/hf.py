@@ -19,7 +19,7 @@ from .packed import PackedCheckpoint, load_packed
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # Tensors that checkpoints carry and transformers computes or does not use.
-UNUSED = re.compile(r"\.(?:input_scale|input_zero_point|activation_scale|rotary_emb\.inv_freq)$|^mtp\.")
+UNUSED = re.compile(r"\.(?:input_scale|input_zero_point|activation_scale|rotary_emb\.inv_freq)$|\.w_[kv]c$|^mtp\.")
 
 
 def load_model(

@@ -147,6 +147,8 @@ def _packed_weights(checkpoint: Checkpoint, modules: dict[str, ModuleSpec]) -> I
 
 
 def _packed_module(checkpoint: Checkpoint, module: str, spec: ModuleSpec, names: dict[str, str]) -> Iterator[Weight]:
+    if not spec.sources and not spec.source_layout:
+        return  # made of another module's weight (`w_kc`, `w_vc`), which is compared there
     experts = range(spec.shape[0]) if len(spec.shape) == 3 else (None,)
     rows = spec.shape[-2] // spec.parts
     for expert in experts:
