@@ -10,9 +10,11 @@
 namespace tilewright {
 namespace {
 
-constexpr int64_t kTileRows = 128;                 // their activations stay in the second-level cache
-constexpr int64_t kMostBlocks = 8;                 // of one task
+constexpr int64_t kTileRows = 128;  // of one expert at a time: their activations stay in the second-level cache
+constexpr int64_t kMostBlocks = 8;  // of one task
 constexpr int64_t kTotalBytes = int64_t(1) << 20;  // sums of the tokens in one task, half a second-level cache
+constexpr int64_t kTasksOfThread = 4;              // or more, of gate and up
+constexpr int64_t kRoundsOfFew = 2;                // tasks of down for each thread where weights are read once
 constexpr int64_t kWorkerProducts = 1 << 16;       // that are worth the start of a thread
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -89,8 +91,10 @@ void ExpertsJob::plan(int32_t threads) {
   const int64_t rows = int64_t(token_.size()), routed = int64_t(routed_.size());
   Linear &gate = e_.gate_up.first, &down = e_.down.first;
   const Blocking cut = blocking();
+  int64_t most_rows = 1;  // of one expert at a time
+  for (const Routed& r : routed_) most_rows = std::max(most_rows, std::min(r.count, kTileRows));
   for (Linear* p : {&gate, &down}) {
-    p->m = std::max<int64_t>(rows, 1);
+    p->m = most_rows;
     p->threads = threads;
     isa_.plan(p, &cut);
   }
@@ -104,13 +108,14 @@ void ExpertsJob::plan(int32_t threads) {
       tiles_.push_back({i, begin, std::min(begin + e_.tile_rows, routed_[size_t(i)].count)});
   const int64_t tiles = int64_t(tiles_.size());
 
-  // With few rows of each expert its weights are read once, block after block, and small tasks keep all threads busy.
-  const bool few = rows <= routed * gate.rows;
+  // Tasks are runs of blocks, a few for each thread: long, so that memory is read in order, but so many that the
+  // threads end together.
   const int64_t gate_blocks = ceil_div(gate.n, kBlockN), down_blocks = ceil_div(down.n, kBlockN);
-  gate_blocks_ = few ? 1 : std::clamp<int64_t>(tiles * gate_blocks / (4 * threads), 1, kMostBlocks / 2);
+  gate_blocks_ = std::clamp<int64_t>(tiles * gate_blocks / (kTasksOfThread * threads), 1, kMostBlocks / 2);
   const int64_t total_row = e_.tokens.m * kBlockN * 4;
-  const int64_t most = few ? 1 : std::clamp<int64_t>(kTotalBytes / std::max<int64_t>(total_row, 1), 1, kMostBlocks);
-  down_blocks_ = ceil_div(down_blocks, threads * ceil_div(down_blocks, threads * most));
+  const int64_t most = std::clamp<int64_t>(kTotalBytes / std::max<int64_t>(total_row, 1), 1, kMostBlocks);
+  const int64_t rounds = std::max(ceil_div(down_blocks, threads * most), most_rows > gate.rows ? 1 : kRoundsOfFew);
+  down_blocks_ = ceil_div(down_blocks, threads * rounds);
   gate_groups_ = ceil_div(gate_blocks, gate_blocks_);
   down_groups_ = ceil_div(down_blocks, down_blocks_);
   convert_rows_ = 1 + (int64_t(1) << 15) / gate.k;

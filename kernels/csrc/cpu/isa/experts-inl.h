@@ -33,6 +33,18 @@ inline void gather_rows(const Experts* e, const Routed* routed, int64_t begin, i
   }
 }
 
+// Sums of a range. Where one group of rows reads the weights, it goes through them block after block, as they lie.
+template <class I>
+void accumulate_blocks(const Linear* p, const Range& at, const Workspace& w, uint8_t* sums, size_t block_bytes) {
+  I multiplier(p);
+  if (at.row_end - at.row_begin > p->rows) {
+    accumulate(multiplier, p, at, w, sums, block_bytes);
+    return;
+  }
+  for (int64_t b = at.block_begin; b < at.block_end; ++b, sums += block_bytes)
+    accumulate(multiplier, p, {at.row_begin, at.row_end, b, b + 1}, w, sums, block_bytes);
+}
+
 // inner = bf16(act(gate) * up) for some rows of one expert and some blocks of columns.
 template <class I>
 void gate_up(const Experts* e, const Routed* routed, const Range* at, void* scratch) {
@@ -41,14 +53,8 @@ void gate_up(const Experts* e, const Routed* routed, const Range* at, void* scra
   const Workspace w = workspace(&gate, scratch);
   const size_t block_bytes = size_t(at->row_end - at->row_begin) * kBlockN * 4;
   uint8_t* const up_sums = w.sums + size_t(at->block_end - at->block_begin) * block_bytes;
-  {
-    I multiplier(&gate);
-    accumulate(multiplier, &gate, *at, w, w.sums, block_bytes);
-  }
-  {
-    I multiplier(&up);
-    accumulate(multiplier, &up, *at, w, up_sums, block_bytes);
-  }
+  accumulate_blocks<I>(&gate, *at, w, w.sums, block_bytes);
+  accumulate_blocks<I>(&up, *at, w, up_sums, block_bytes);
   for (int64_t b = at->block_begin; b < at->block_end; ++b) {
     const Columns gate_columns = columns_of<I>(&gate, b), up_columns = columns_of<I>(&up, b);
     size_t offset = size_t(b - at->block_begin) * block_bytes;
@@ -70,11 +76,10 @@ void down(const Experts* e, const Routed* routed, int64_t block_begin, int64_t b
   const Linear p = matrix_of(&e->down, routed->expert, routed);
   const Workspace w = workspace(&p, scratch);
   const int64_t width = (block_end - block_begin) * kBlockN;
-  I multiplier(&p);
   for (int64_t begin = 0; begin < p.m; begin += e->tile_rows) {
     const Range at{begin, smaller(begin + e->tile_rows, p.m), block_begin, block_end};
     const size_t block_bytes = size_t(at.row_end - begin) * kBlockN * 4;
-    accumulate(multiplier, &p, at, w, w.sums, block_bytes);
+    accumulate_blocks<I>(&p, at, w, w.sums, block_bytes);
     for (int64_t b = block_begin; b < block_end; ++b) {
       const Columns columns = columns_of<I>(&p, b);
       const uint8_t* sums = w.sums + size_t(b - block_begin) * block_bytes;
