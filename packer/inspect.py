@@ -18,6 +18,7 @@ from tilewright.kernels.safetensors_file import DTYPE_NAMES
 from .architectures import architecture_of, text_config
 from .architectures.base import KEPT, Role
 from .checkpoint import Checkpoint
+from .manifest import read_manifest
 from .model_config import announced_mtp, mtp_tensors
 from .naming import canonical
 from .packed_modules import packed_modules
@@ -140,7 +141,7 @@ def inspect(checkpoint: Checkpoint, path: str) -> Inspection:
     kind: Kind = "packed" if modules else "quantized" if any(item.quantized for item in items) else "plain"
     parameters, nbytes = sum(item.parameters for item in items), sum(item.nbytes for item in items)
     metadata = next(iter(checkpoint.headers.values())).metadata if checkpoint.headers else {}
-    manifest = _read(checkpoint.root / "manifest.json")
+    manifest = read_manifest(checkpoint.root)
     return Inspection(
         path=path,
         kind=kind,

@@ -20,6 +20,7 @@ from .architectures.base import KEPT, Role
 from .checkpoint import Checkpoint
 from .cuts import Share, cut_of, cut_rejects, share_of
 from .latent_attention import PROJECTION, AbsorbStep, heads_of
+from .manifest import solver_of
 from .pack_groups import EXPERT, Group, group_experts
 from .pack_steps import PackedPart, PackStep
 from .pack_target import PACKED_PREFIXES, Target
@@ -155,6 +156,7 @@ class _Planner:
             "scheme": scheme,
             "source": dict(block) or None,
         }
+        source = self.checkpoint
         return Plan(
             self.tensors,
             tuple(self.tasks),
@@ -167,7 +169,7 @@ class _Planner:
                 "tilewright.scheme": scheme,
                 "tilewright.cut": self.cut.to_json(),
             },
-            {"job": "pack", "target": repr(self.target), "cut": self.cut.to_json()},
+            {"job": "pack", "target": repr(self.target), "cut": self.cut.to_json(), "solver": solver_of(source.root)},
             rejects=tuple(self.rejects),
             notes=tuple(self.notes),
         )

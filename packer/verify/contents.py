@@ -47,6 +47,7 @@ class Contents:
         weights: Name -> weight.
         dropped: Names that the directory leaves out on purpose, with the reason.
         aliases: Name -> the name of the weight that serves for it (a tied head).
+        feedback: Codes were chosen by error feedback, so they make up for each other instead of being the nearest.
         forget: Gives back the memory of a weight that was read from a mapped file.
     """
 
@@ -54,6 +55,7 @@ class Contents:
     weights: Mapping[str, Weight]
     dropped: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
+    feedback: bool = False
     forget: Callable[[Weight], None] = lambda _: None
 
     def find(self, name: str) -> Weight | None:

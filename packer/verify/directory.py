@@ -17,6 +17,7 @@ from tilewright.kernels.tensors import QTensor
 
 from ..architectures import architecture_of, text_config
 from ..checkpoint import Checkpoint
+from ..manifest import solver_of
 from ..naming import canonical
 from ..packed_modules import packed_modules
 from ..plan import Source
@@ -26,6 +27,7 @@ from ..stacks import StackLayout, TransposedReader, container_of, decide, output
 from .contents import Contents, Weight
 
 ACTIVATION_SUFFIXES = (".input_scale", ".activation_scale", ".input_zero_point")  # of activations, not weights
+FEEDBACK = ("gptq",)  # solvers whose codes are not the nearest ones
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -43,6 +45,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         weights={weight.name: weight for weight in weights},
         dropped=_dropped(checkpoint.root),
         aliases={HEAD: EMBEDDING} if tied else {},
+        feedback=solver_of(checkpoint.root) in FEEDBACK,
         forget=partial(_forget, checkpoint),
     )
 

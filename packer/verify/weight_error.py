@@ -52,15 +52,26 @@ class WeightError:
         return math.inf if self.relative == 0 else -20 * math.log10(self.relative)
 
 
-def coded_error(reference: torch.Tensor, q: QTensor, *, exact: bool) -> WeightError:
+FEEDBACK = 2.0  # times the bound of a whole tensor that error feedback may use
+FEEDBACK_BLOCK = 8.0  # the same for its worst block
+
+
+def coded_error(reference: torch.Tensor, q: QTensor, *, exact: bool, feedback: bool = False) -> WeightError:
     """Compare a matrix in one of our formats with its source.
 
     Args:
         reference: Source values, fp32 [N, K].
         q: The candidate.
         exact: Both sides hold the same format, so nothing may be lost.
+        feedback: Codes were chosen to make up for each other's errors. They are further from the source than the
+            nearest ones, by a factor that depends on how much inputs are alike, so the bound is a wider one, and
+            codes need not be the nearest ones of their scale.
     """
     error = weight_error(reference, q.dequantize(), q.format, exact=exact)
+    if feedback and not exact and q.scales is not None:
+        whole = error.relative / error.bound if error.bound else error.relative and math.inf
+        ratio = max(whole / FEEDBACK, error.ratio / FEEDBACK_BLOCK)
+        return replace(error, bound=FEEDBACK * error.bound, ratio=math.inf if math.isnan(ratio) else ratio)
     if q.scales is None or error.relative == 0:
         return error
     strays = stray_blocks(reference, q)

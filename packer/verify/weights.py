@@ -71,7 +71,7 @@ def compare_weights(
     for name, source in reference.weights.items():
         found = candidate.find(name)
         if found is not None:
-            yield compare_weight(source, found, max_relative)
+            yield compare_weight(source, found, max_relative, feedback=candidate.feedback)
             reference.forget(source)
             candidate.forget(found)
         elif name in candidate.dropped:
@@ -84,9 +84,16 @@ def compare_weights(
 
 
 def compare_weight(
-    source: Weight, found: Weight, max_relative: float | None = None
+    source: Weight, found: Weight, max_relative: float | None = None, *, feedback: bool = False
 ) -> tuple[TensorResult, QTensor | None]:
-    """Compare one tensor with its counterpart; both are read here and forgotten."""
+    """Compare one tensor with its counterpart; both are read here and forgotten.
+
+    Args:
+        source: The reference.
+        found: The candidate.
+        max_relative: Largest relative Frobenius error; None means the bound of the format.
+        feedback: The candidate's codes were chosen by error feedback.
+    """
     if source.shape != found.shape:
         note = f"shape {list(found.shape)}, the reference has {list(source.shape)}"
         return TensorResult(source.name, "differs", source.shape, note=note), None
@@ -100,7 +107,7 @@ def compare_weight(
         return _compare_kept(source, stored), None
     fmt = stored.format
     exact = source.format is not None and source.format.id == fmt.id
-    error = coded_error(source.values(), stored, exact=exact)
+    error = coded_error(source.values(), stored, exact=exact, feedback=feedback)
     above = not error.relative <= max_relative if max_relative is not None else not error.sound
     status: Status = "above the bound" if above else "equal" if error.relative == 0 else "ok"
     note = _explain(error, exact, max_relative) if above else ""

@@ -151,8 +151,18 @@ def test_error_feedback_is_no_damage() -> None:
     """Codes that make up for each other's errors break the rule of the nearest code everywhere, on purpose."""
     torch.manual_seed(4)
     weight, inputs = torch.randn(64, 256), torch.randn(600, 256)
-    q = ErrorFeedback(SOLVERS["mse"]).solve(weight, (inputs.T @ inputs).double(), INT4_G128, torch.float32)
+    mixed = inputs @ (torch.eye(256) + torch.randn(256, 256) / 10)  # columns that are much alike
+    q = ErrorFeedback(SOLVERS["mse"]).solve(weight, (mixed.T @ mixed).double(), INT4_G128, torch.float32)
     assert coded_error(weight, q, exact=False).strays == ()
+    assert not coded_error(weight, q, exact=False).sound
+    assert coded_error(weight, q, exact=False, feedback=True).sound
+    assert q.scales is not None
+    for damaged in (
+        QTensor(INT4_G128, q.codes.flip(0), q.scales),
+        QTensor(INT4_G128, q.codes, 2 * q.scales),
+        QTensor(INT4_G128, q.codes, q.scales * math.nan),
+    ):
+        assert not coded_error(weight, damaged, exact=False, feedback=True).sound
 
 
 def test_not_finite_fails() -> None:
