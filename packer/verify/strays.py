@@ -20,10 +20,8 @@ FEWEST = 2  # elements out of line that make a block a stray: one may be a tie t
 SHARE = 0.01
 
 
-def stray_blocks(reference: torch.Tensor, q: QTensor) -> torch.Tensor | None:
+def stray_blocks(reference: torch.Tensor, q: QTensor) -> torch.Tensor:
     """Which blocks of scales break the rule that the others keep: bool [scale rows, scale columns].
-
-    None if most blocks break it, as error feedback does.
 
     Args:
         reference: Source values, fp32 [N, K].
@@ -41,8 +39,8 @@ def stray_blocks(reference: torch.Tensor, q: QTensor) -> torch.Tensor | None:
     outside &= ~((blocks.abs() >= q.format.qmax) & (steps.abs() >= blocks.abs()) & (steps.sign() == blocks.sign()))
     counts = outside.sum((1, 3))
     used = (blocks != 0).any(3).any(1)
-    if bool(used.any()) and counts[used].eq(0).sum() * 2 <= used.sum():
-        return None
+    if counts[used].eq(0).sum() * 2 <= used.sum():
+        return torch.zeros_like(used)
     sizes = block_view(torch.ones_like(codes), q.format).sum((1, 3))
     return counts >= (sizes * SHARE).clamp_min(FEWEST)
 

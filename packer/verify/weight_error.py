@@ -52,10 +52,6 @@ class WeightError:
         return math.inf if self.relative == 0 else -20 * math.log10(self.relative)
 
 
-FEEDBACK = 2.0  # times the bound of a whole tensor that error feedback may use
-FEEDBACK_BLOCK = 8.0  # the same for its worst block
-
-
 def coded_error(reference: torch.Tensor, q: QTensor, *, exact: bool, feedback: bool = False) -> WeightError:
     """Compare a matrix in one of our formats with its source.
 
@@ -68,17 +64,13 @@ def coded_error(reference: torch.Tensor, q: QTensor, *, exact: bool, feedback: b
             codes need not be the nearest ones of their scale.
     """
     error = weight_error(reference, q.dequantize(), q.format, exact=exact)
-    if feedback and not exact and q.scales is not None:
-        whole = error.relative / error.bound if error.bound else error.relative and math.inf
-        ratio = max(whole / FEEDBACK, error.ratio / FEEDBACK_BLOCK)
-        return replace(error, bound=FEEDBACK * error.bound, ratio=math.inf if math.isnan(ratio) else ratio)
     if q.scales is None or error.relative == 0:
         return error
-    strays = stray_blocks(reference, q)
-    if strays is None:
+    if feedback and not exact:
         whole = error.relative / error.bound if error.bound else math.inf
-        return replace(error, ratio=max(error.ratio / FEEDBACK_BLOCK, whole / FEEDBACK_TENSOR))
-    return replace(error, strays=tuple((row, column) for row, column in strays.nonzero().tolist()))
+        ratio = max(whole / FEEDBACK_TENSOR, error.ratio / FEEDBACK_BLOCK)
+        return replace(error, bound=FEEDBACK_TENSOR * error.bound, ratio=math.inf if math.isnan(ratio) else ratio)
+    return replace(error, strays=tuple((row, column) for row, column in stray_blocks(reference, q).nonzero().tolist()))
 
 
 def weight_error(reference: torch.Tensor, candidate: torch.Tensor, fmt: WeightFormat, *, exact: bool) -> WeightError:

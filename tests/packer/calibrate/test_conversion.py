@@ -72,14 +72,14 @@ def test_damage_shows_in_weights_that_feedback_chose() -> None:
     weight, inputs = torch.randn(64, 128), torch.randn(500, 32) @ torch.randn(32, 128)
     q = ErrorFeedback(SOLVERS["mse"]).solve(weight, inputs.T @ inputs, INT4_G64, torch.bfloat16)
     assert q.scales is not None
-    assert coded_error(weight, q, exact=False).sound
+    assert coded_error(weight, q, exact=False, feedback=True).sound
     for damaged in (
         replace(q, scales=q.scales * 2),
         replace(q, codes=q.codes.roll(1, 1)),
         replace(q, codes=q.codes.roll(1, 0)),
         replace(q, codes=torch.cat((q.codes[:, :64].roll(1, 0), q.codes[:, 64:]), 1)),
     ):
-        assert not coded_error(weight, damaged, exact=False).sound
+        assert not coded_error(weight, damaged, exact=False, feedback=True).sound
 
 
 def test_w4afp8_has_a_static_scale_for_every_expert(tmp_path: Path) -> None:

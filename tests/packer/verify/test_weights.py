@@ -106,9 +106,11 @@ def test_damage_is_seen_and_on_top(fmt: WeightFormat) -> None:
     swapped, doubled = scales.clone(), scales.clone()
     swapped[[0, -1]] = scales[[-1, 0]]
     doubled[-1, -1] *= 2
+    rolled = scales.roll(1, 0) if len(scales) > 2 else scales.flip(0)
     damaged = {
         "swapped scale rows": QTensor(fmt, codes, swapped),
         "one doubled scale": QTensor(fmt, codes, doubled),
+        "every scale on the next row": QTensor(fmt, codes, rolled),
         "transposed": QTensor(fmt, codes.T.contiguous(), scales),
         "shifted by one code": QTensor(fmt, codes.view(torch.uint8).roll(1, -1).view(codes.dtype), scales),
         "another tensor": good["layers.1.weight"],
