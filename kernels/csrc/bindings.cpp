@@ -64,7 +64,7 @@ Tensor run(Linear& p, const Tensor& x) {
   isa.plan(&p, &cut);
 
   const bool int8_rows = p.kind == Kind::int8 || p.kind == Kind::int4_int8;
-  const int64_t sums = p.kind == Kind::int4_int8 ? p.m * (p.k / p.group) : 0;
+  const int64_t sums = p.kind == Kind::int4_int8 ? p.m * (p.padded_k / p.group) : 0;
   const size_t activations = size_t(round_up(int64_t(p.activation_bytes), 64));
   auto* shared = static_cast<uint8_t*>(
       scratch(Scratch::shared, activations + size_t(int8_rows ? round_up(p.m * 4, 64) : 0) + size_t(sums) * 4));

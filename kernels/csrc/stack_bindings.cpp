@@ -14,7 +14,8 @@ namespace {
 
 using Optional = std::optional<Tensor>;
 
-constexpr int64_t kPassTokens = 2048;  // bounds the scratch memory; enough rows for each expert to be worth its reading
+// Tokens run in passes that bound the scratch memory, with enough rows for each expert to be worth reading its weights.
+constexpr int64_t kPassTokens = 2048, kPassBytes = int64_t(1) << 27;
 
 struct Weights {
   const Tensor& weight;
@@ -148,11 +149,22 @@ const void* offset(const void* p, int64_t elements, Float dtype) {
   return static_cast<const uint8_t*>(p) + elements * (dtype == Float::f32 ? 4 : 2);
 }
 
-// Runs the tokens in passes; y is [tokens, hidden] contiguous.
+// Tokens of the pass that begins at `begin`.
+int64_t pass_tokens(const Experts& e, const Routing& routing, int64_t begin) {
+  const Kind kind = e.gate_up.first.kind;
+  const int64_t most = kPassBytes / (e.gate_up.first.k * (kind == Kind::int8 || kind == Kind::int4_int8 ? 1 : 2));
+  const int64_t end = std::min(begin + kPassTokens, routing.tokens);
+  int64_t token = begin, rows = 0;
+  for (; token < end && (token == begin || rows + routing.top_k <= most); ++token)
+    for (int64_t i = 0; i < routing.top_k; ++i) rows += routing.experts[token * routing.top_k + i] >= 0;
+  return token - begin;
+}
+
+// y is [tokens, hidden] contiguous.
 void run(const Experts& whole, int64_t experts, const Routing& routing, Tensor& y) {
   const int64_t hidden = whole.gate_up.first.k;
-  for (int64_t begin = 0; begin < routing.tokens; begin += kPassTokens) {
-    const int64_t tokens = std::min(kPassTokens, routing.tokens - begin);
+  for (int64_t begin = 0, tokens; begin < routing.tokens; begin += tokens) {
+    tokens = pass_tokens(whole, routing, begin);
     const Float dtype = whole.tokens.dtype;
     Experts e = whole;
     e.tokens.m = tokens;
