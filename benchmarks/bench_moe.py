@@ -78,7 +78,7 @@ class Result:
     share_of_bandwidth: float
     tera_operations: float
     share_of_peak: float | None
-    times_torch: float
+    times_torch: float | None
 
 
 def deal(shape: Shape, m: int, count: int) -> list[Batch]:
@@ -193,7 +193,7 @@ def results_of(
         share = statistics.median(b.active * size / t for t, b in times) / bandwidth
         operations = statistics.median(2 * b.rows * shape.products / t for t, b in times)
         peak = peaks.get(kind)
-        times_torch = medians["torch"] / medians[kind] if "torch" in medians else float("nan")
+        times_torch = medians["torch"] / medians[kind] if "torch" in medians else None
         of_peak = operations / peak if peak else None
         results.append(Result(str(shape), m, kind, medians[kind] * 1e6, share, operations / 1e12, of_peak, times_torch))
     return results
@@ -226,9 +226,10 @@ def markdown(about: dict[str, str | int], extra: dict[str, float], results: list
     lines += [head, "|---" * head.count(" | ") + "|---|"]
     for r in results:
         peak = f"{r.share_of_peak:.0%}" if r.share_of_peak else ""
+        times = f"{r.times_torch:.1f}" if r.times_torch else ""
         lines.append(
             f"| {r.shape} | {r.m} | {r.kind} | {r.microseconds:.0f} | {r.share_of_bandwidth:.0%} "
-            f"| {r.tera_operations:.2f} | {peak} | {r.times_torch:.1f} |"
+            f"| {r.tera_operations:.2f} | {peak} | {times} |"
         )
     return "\n".join(lines) + "\n"
 

@@ -204,6 +204,26 @@ def test_a_token_does_not_depend_on_the_batch_or_the_threads(isa: str, kind: str
         torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("kind", ["bf16", "int8"])
+def test_every_element_of_the_result_is_written(isa: str, kind: str) -> None:
+    """In torch's deterministic mode new memory is filled with NaN; tokens that go nowhere must still become zeros."""
+    torch.manual_seed(10)
+    layer, one = make_layer(kind, 3, 100, 33), make_layer(kind, 1, 100, 33)
+    x = torch.randn(21, 100).bfloat16()
+    weights, ids = route(21, 2, 3)
+    ids[4] = -1
+    expected = layer(x, weights, ids), layer(x, weights, torch.full_like(ids, -1)), shared(one, x)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(4).isnan().all()
+        poisoned = layer(x, weights, ids), layer(x, weights, torch.full_like(ids, -1)), shared(one, x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for a, b in zip(poisoned, expected, strict=True))
+    assert not poisoned[0][4].any()
+    assert not poisoned[1].any()
+
+
 def test_more_tokens_than_one_pass() -> None:
     torch.manual_seed(5)
     layer = make_layer("int8", 2, 32, 32)
