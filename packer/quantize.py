@@ -16,7 +16,7 @@ from .quant_config.base import Written
 from .schemes import SCHEMES
 from .schemes.base import Form
 from .sources import take_inventory
-from .unquantized import foreign_weights, fused_groups_apart, unquantized_modules
+from .unquantized import foreign_weights, fused_groups_apart, group_advice, unquantized_modules
 
 STALE_FILES = ("hf_quant_config.json", "quant_cfg.json")  # describe the source's quantization
 
@@ -46,6 +46,7 @@ def plan_quantize(checkpoint: Checkpoint, options: QuantizeOptions, device: str 
     written = Written(tuple(unquantized_modules(decisions, specs, form, decider.naming)), chosen["group_size"])
     quantized = [(part.module, decision.role == "expert") for decision in decisions for part in decision.quantized]
     notes = [*decider.notes, *fused_groups_apart(decisions), *foreign_weights(decisions, form)]
+    notes += group_advice(decisions, SCHEMES[options.scheme].groups, chosen["group_size"])
     rejects = [
         *inventory.rejects,
         *decider.rejects,

@@ -64,6 +64,21 @@ def _as_engines_expect(decision: Decision, form: Form) -> bool:
     return target.format in weight.keeps and suffixes <= set(made)
 
 
+def group_advice(decisions: Sequence[Decision], groups: Sequence[int], group: int) -> list[str]:
+    """A line about Linears whose K the int4 group does not divide, and a smaller group that would divide them all."""
+    columns = {
+        decision.weight.shape[-2 if decision.weight.transposed else -1]
+        for decision in decisions
+        if decision.weight and decision.role in {"linear", "expert"} and decision.reason.endswith(f"of group {group}")
+    }
+    better = [size for size in sorted(groups, reverse=True) if all(k % size == 0 for k in columns)]
+    if not columns:
+        return []
+    listed = ", ".join(map(str, sorted(columns)))
+    advice = f"--group-size {better[0]} would quantize them" if better else "no group size divides them all"
+    return [f"Linears with K = {listed} stay in 16 bits: no multiple of group {group}; {advice}"]
+
+
 def foreign_weights(decisions: Sequence[Decision], form: Form) -> list[str]:
     """A line about weights of a quantized source that keep bytes which the new config does not describe."""
     foreign = [

@@ -77,6 +77,11 @@ def test_row_45_odd_columns_stay_in_16_bits_with_the_reason(make_checkpoint: Mak
     done = convert(make_checkpoint(tensors), "int4")
     assert done.plan.fates[f"{LAYER}.mlp.down_proj.weight"].reason == "K = 129 is not a multiple of group 128"
     assert f"{LAYER}.mlp.down_proj" in done.plan.config["quantization_config"]["ignore"]
+    assert any("K = 129 stay in 16 bits" in note and "no group size divides" in note for note in done.plan.notes)
+    tensors = {f"{LAYER}.mlp.{name}_proj.weight": normal(64, k) for name, k in (("up", 576), ("down", 1536))}
+    notes = convert(make_checkpoint(tensors), "int4").plan.notes
+    assert any("K = 576 stay in 16 bits" in note and "--group-size 64 would" in note for note in notes)
+    assert not convert(make_checkpoint(tensors), "int4", group_size=64).plan.notes
 
 
 def test_row_46_unsupported_combinations_are_refused() -> None:
