@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tilewright.packer.checkpoint import Checkpoint
     from tilewright.packer.plan import Plan
 
-SOLVERS = ("gptq",)  # solvers that calibrate; a test compares
+SOLVERS = ("gptq", "awq")  # solvers that calibrate; a test compares
 INNER = "mse"  # what chooses scales under them
 
 calibration_options = stacked(
@@ -25,7 +25,7 @@ calibration_options = stacked(
         "text",
         type=click.Path(path_type=Path, exists=True, dir_okay=False),
         metavar="TEXT",
-        help="Run this text through the source, layer by layer: for gptq, and for the static scales of w4afp8.",
+        help="Run this text through the source, layer by layer: for gptq, awq, and the static scales of w4afp8.",
     ),
     click.option(
         "--calibrate-windows",
@@ -80,13 +80,13 @@ class Calibration:
         fields = {name: options.pop(name) for name in ("windows", "window", "percentile")}
         order = options.pop("act_order")
         solver = options["solver"]
+        if order is not None and solver != "gptq":
+            raise click.UsageError("--act-order belongs to --solver gptq")
         if solver in SOLVERS:
             if text is None:
                 raise click.UsageError(f"--solver {solver} needs --calibrate TEXT")
             options["solver"] = INNER
             return Calibration(text, Method(solver, INNER, act_order=order is not False, **fields))
-        if order is not None:
-            raise click.UsageError("--act-order belongs to --solver gptq")
         return Calibration(text, Method("scales", solver or INNER, **fields)) if text else None
 
     def planned(self, plan: Plan, output: Path) -> Plan:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,10 @@ from tilewright.kernels.errors import PlanError
 from tilewright.kernels.formats import FP8
 from tilewright.kernels.tensors import QTensor, Reject
 
-from ..plan import Plan, Task
+from ..plan import Copy, Plan, Step, Task
 from ..schemes.base import SIXTEEN_BITS, Target
 from ..steps import Part, QuantizeStep
+from .graph import FOLDS, in_folds
 from .method import Method, Wanted
 from .store import Store
 
@@ -42,38 +43,74 @@ class CalibratedStep(QuantizeStep):
         return amax / FP8.qmax if amax else default
 
 
+@dataclass(frozen=True)
+class FoldedStep:
+    """Copies a tensor, or writes what calibration made of it.
+
+    Attributes:
+        name: The source tensor.
+        output: Its name in the output.
+        store: Where the findings lie.
+    """
+
+    name: str
+    output: str
+    store: Store
+
+    def run(self, sources: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The tensor, by its output name."""
+        return {self.output: self.store.find(self.name).replaced.get(self.name, sources[0])}
+
+
 def calibrated(plan: Plan, method: Method, text: Path, store: Store) -> tuple[Plan, Wanted]:
     """The same plan with every weight taken from `store`, and what a calibration has to find for it.
 
     Raises:
         PlanError: The text cannot be read.
     """
-    targets: dict[str, Target] = {}
-    inputs: set[str] = set()
-    tasks: list[Task] = []
-    for task in plan.tasks:
-        step = task.step
-        if not isinstance(step, QuantizeStep):
-            tasks.append(task)
-            continue
-        solved = {
-            part.module: part.target
-            for part in step.parts
-            if part.target and part.target != SIXTEEN_BITS and part.target.format not in step.keeps
-        }
-        targets |= solved
-        inputs |= {part.module for part in step.parts if part.input_scale}
-        fields: dict[str, Any] = {name: getattr(step, name) for name in QuantizeStep.__dataclass_fields__}
-        tasks.append(replace(task, step=CalibratedStep(**fields, store=store)))
     try:
         digest = hashlib.sha256(text.read_bytes()).hexdigest()
     except OSError as error:
         raise PlanError(f"{text}: cannot be read: {error.strerror}", hint="--calibrate takes a text file") from error
-    wanted = Wanted(targets, frozenset(inputs))
+    wanted = _wanted(plan, method)
     rejects = plan.rejects
-    if not wanted.needed(method):
+    if method.kind == "awq" and not wanted.folds:
+        kind, known = plan.config.get("model_type"), ", ".join(FOLDS)
+        reason = f"it is not known which weights of model_type `{kind}` read which norm"
+        rejects += (Reject("--solver awq", reason, f"known are {known}; --solver gptq needs no such knowledge"),)
+    elif not wanted.needed(method):
         reason = f"nothing would use it: solver {plan.options['solver']}, and no static activation scales are written"
         rejects += (Reject(f"--calibrate {text.name}", reason, "--solver gptq uses it, and so does w4afp8"),)
     options = plan.options | {"solver": plan.options["solver"] if method.kind == "scales" else method.kind}
     options |= {"calibration": asdict(method) | {"text_sha256": digest}}
-    return replace(plan, tasks=tuple(tasks), options=options, rejects=rejects), wanted
+    tasks = tuple(replace(task, step=_step(task, wanted, store)) for task in plan.tasks)
+    return replace(plan, tasks=tasks, options=options, rejects=rejects), wanted
+
+
+def _wanted(plan: Plan, method: Method) -> Wanted:
+    targets: dict[str, Target] = {}
+    inputs: set[str] = set()
+    copied: dict[str, torch.dtype] = {}
+    folds = FOLDS.get(plan.config.get("model_type", ""), ()) if method.kind == "awq" else ()
+    for task in plan.tasks:
+        step = task.step
+        if isinstance(step, QuantizeStep):
+            targets |= {
+                part.module: part.target
+                for part in step.parts
+                if part.target and part.target != SIXTEEN_BITS and part.target.format not in step.keeps
+            }
+            inputs |= {part.module for part in step.parts if part.input_scale}
+        elif isinstance(step, Copy) and len(task.sources) == 1 and in_folds(task.sources[0].name, folds):
+            copied[task.sources[0].name] = task.pieces[0].spec.dtype
+    return Wanted(targets, frozenset(inputs), copied, folds)
+
+
+def _step(task: Task, wanted: Wanted, store: Store) -> Step:
+    if isinstance(task.step, QuantizeStep):
+        fields: dict[str, Any] = {name: getattr(task.step, name) for name in QuantizeStep.__dataclass_fields__}
+        return CalibratedStep(**fields, store=store)
+    name = task.sources[0].name
+    if isinstance(task.step, Copy) and name in wanted.copied:
+        return FoldedStep(name, task.pieces[0].name, store)
+    return task.step

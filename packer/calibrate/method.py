@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from ..schemes.base import Target
+import torch
 
-Kind = Literal["gptq", "scales"]
+from ..schemes.base import Target
+from .graph import Fold, reads
+
+Kind = Literal["gptq", "awq", "scales"]
 
 
 @dataclass(frozen=True)
@@ -16,7 +19,8 @@ class Method:
     """What is done with what is seen; everything here can change a byte of the output.
 
     Attributes:
-        kind: "gptq" solves weights by error feedback, "scales" only measures activations.
+        kind: "gptq" solves weights by error feedback, "awq" moves scales of channels from norms into weights, "scales"
+            only measures activations.
         inner: Id of the solver that chooses scales of weights.
         act_order: See `ErrorFeedback.act_order`.
         percentile: Share of the elements of an activation that its static scale covers, in percent.
@@ -39,11 +43,17 @@ class Wanted:
     Attributes:
         targets: Module -> how its weight will be stored.
         inputs: Modules that get a static activation scale.
+        copied: Tensors that are copied unless something is moved into them, with their types.
+        folds: Norms that scales can be moved from, for "awq".
     """
 
     targets: Mapping[str, Target]
     inputs: frozenset[str]
+    copied: Mapping[str, torch.dtype] = field(default_factory=dict)
+    folds: tuple[Fold, ...] = ()
 
     def needed(self, method: Method) -> set[str]:
         """Modules that a calibration by `method` is for."""
+        if method.kind == "awq":
+            return {module for module in self.targets if any(reads(module, fold) for fold in self.folds)}
         return set(self.inputs) if method.kind == "scales" else set(self.targets)

@@ -93,11 +93,12 @@ def calibrate(
     seen: set[str] = set()
     for index in range(model.depth):
         calls = [calls[index] for _, calls in begun]
-        solution = _layer(model, index, hidden, calls, LayerSolver(method, wanted), store)
+        solution = _layer(model, index, hidden, calls, LayerSolver(method, wanted, model.module(index)[0]), store)
         tokens |= solution.tokens
         seen |= solution.weights.keys() | solution.inputs.keys()
         progress(index + 1, model.depth)
-    return [*_unseen(needed, seen), *rarely_hit(tokens)]
+    each_expert = method.kind == "gptq" or wanted.inputs
+    return [*_unseen(needed, seen), *(rarely_hit(tokens) if each_expert else ())]
 
 
 def _unseen(needed: set[str], seen: set[str]) -> list[str]:
@@ -123,7 +124,7 @@ def _layer(
     path, layer = model.module(index)
     file = store.file(path)
     with model.layer(index) as run:
-        with observe(layer, path, solver.feeds_back) as observed:
+        with observe(layer, path, solver.with_hessian) as observed:
             for number, call in enumerate(calls):
                 hidden[number] = run(hidden[number], call)
         if file.exists():

@@ -12,6 +12,7 @@ from tilewright.kernels.errors import SchemeError
 
 from ..solvers import SOLVERS
 from ..solvers.gptq import ErrorFeedback
+from .fold import Folder
 from .method import Method, Wanted
 from .observe import ENOUGH, ExpertInputs, Observed
 from .statistics import InputStatistics
@@ -25,16 +26,23 @@ class LayerSolver:
     Attributes:
         method: What is asked for.
         wanted: What the plan needs.
+        path: Path of the layer.
         solution: What was found so far.
     """
 
     method: Method
     wanted: Wanted
+    path: str
     solution: Solution = field(default_factory=Solution)
 
     @property
+    def with_hessian(self) -> bool:
+        """Whether Hessians of Linears are needed."""
+        return self.method.kind != "scales"
+
+    @property
     def feeds_back(self) -> bool:
-        """Whether Hessians are needed."""
+        """Whether Hessians of every weight are needed."""
         return self.method.kind == "gptq"
 
     def solve(self, modules: Mapping[str, nn.Module], observed: Observed) -> Solution:
@@ -44,6 +52,8 @@ class LayerSolver:
             modules: Path -> module of the layer, filled with the source's weights.
             observed: What they were fed.
         """
+        if self.method.kind == "awq":
+            Folder(self.method, self.wanted, self.path, modules, observed).fold(self.solution)
         for name, statistics in observed.linears.items():
             weight = modules[name].weight
             assert isinstance(weight, torch.Tensor)

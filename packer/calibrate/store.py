@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +15,8 @@ from tilewright.kernels.formats import FORMATS
 from tilewright.kernels.safetensors_file import MappedFile, read_header
 from tilewright.kernels.tensors import QTensor
 
-LAYER = re.compile(r"^(.*?\.?layers\.\d+)\.")
+from .graph import LAYER
+
 KEY = "calibration.json"
 NOTES = "notes.json"
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from ..checkpoint import Checkpoint, open_checkpoint
 from .contents import Contents
 from .directory import read_contents
+from .folds import follow_folds
 from .histograms import Histogram
 from .layers import check_layers, layer_names
 from .results import ModelResult
@@ -69,7 +70,8 @@ def verify(
     sides = open_checkpoint(reference), open_checkpoint(candidate)
     contents = read_contents(sides[0]), read_contents(sides[1])
     notes = list(sides[0].notes) + list(sides[1].notes)
-    tensors, histograms = _weights(*contents, request.thresholds.weight_error, report)
+    moved = follow_folds(*contents, sides[0].config.get("model_type", ""))
+    tensors, histograms = _weights(moved, contents[1], request.thresholds.weight_error, report)
     layers = None
     if request.includes("layers"):
         total = len(layer_names(sides[1]))

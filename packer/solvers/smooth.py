@@ -1,0 +1,79 @@
+"""Scales of input channels that protect the channels which matter (AWQ).
+
+A weight that reads x can read x / c instead if its columns are multiplied by c; the division goes into what wrote x.
+Columns that meet large inputs are made large, so that rounding disturbs them less (Lin et al. 2023, arXiv:2306.00978).
+Here every c is a power of two: no product or quotient is rounded, so the model is the same function bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tilewright.kernels.formats import WeightFormat
+from tilewright.kernels.tensors import QTensor
+
+from .base import Solver
+from .blocks import block_amax, encode
+
+STRENGTHS = tuple(step / 10 for step in range(1, 11))  # exponents of the input's size; 0, no scales, is the baseline
+LARGEST = 6  # 2^6 up and down is more than any strength asks for, and far from where bf16 ends
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A weight that is to be quantized and reads the input in question.
+
+    Attributes:
+        weight: fp32 [N, K].
+        format: Its weight format.
+        scale_dtype: Its scales are representable in this dtype.
+    """
+
+    weight: torch.Tensor
+    format: WeightFormat
+    scale_dtype: torch.dtype
+
+    def quantized(self, factors: torch.Tensor, solver: Solver) -> QTensor:
+        """The weight with its columns multiplied by `factors` [K], quantized."""
+        scaled = self.weight * factors
+        scales = solver.scales(scaled, block_amax(scaled, self.format), self.format, self.scale_dtype)
+        return QTensor(self.format, encode(scaled, scales, self.format), scales)
+
+
+def channel_exponents(readers: Sequence[Reader], hessian: torch.Tensor, solver: Solver) -> torch.Tensor:
+    """Exponents e [K] (int8) such that reading x / 2^e disturbs the outputs of all readers least.
+
+    Args:
+        readers: Weights that read the same input.
+        hessian: fp32 [K, K], the sum of x x^T over inputs x.
+        solver: Chooses the scales of the weights.
+    """
+    best = torch.zeros(len(hessian), dtype=torch.int8)
+    least = _output_error(readers, best, hessian, solver)
+    for exponents in _candidates(hessian.diagonal()):
+        error = _output_error(readers, exponents, hessian, solver)
+        if error < least:
+            best, least = exponents, error
+    return best
+
+
+def _candidates(power: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Exponents that follow the root mean square of each channel more and more; 0 where a channel saw nothing."""
+    live = power > 0
+    size = torch.where(live, power, torch.ones_like(power)).log2() / 2
+    size = torch.where(live, size - size[live].mean() if bool(live.any()) else size, torch.zeros_like(size))
+    for strength in STRENGTHS:
+        yield (size * strength).round().clamp(-LARGEST, LARGEST).to(torch.int8)
+
+
+def _output_error(readers: Sequence[Reader], exponents: torch.Tensor, hessian: torch.Tensor, solver: Solver) -> float:
+    """Sum of tr(D H D^T) over the readers, D being what quantization changes."""
+    factors = torch.exp2(exponents.to(torch.float32))
+    total = 0.0
+    for reader in readers:
+        change = reader.quantized(factors, solver).dequantize() / factors - reader.weight
+        total += float(((change @ hessian) * change).sum(dtype=torch.float64))
+    return total
