@@ -61,6 +61,7 @@ def load_model(
         lines = [f"`{name}` is not in the files" for name in missing]
         lines += [f"`{name}` has no place in {type(model).__name__}" for name in unused]
         raise CheckpointError(f"{packed.root}: does not fit the model:\n  " + "\n  ".join(lines))
+    _keep_precision(model)
     if (packed.root / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(packed.root)
     model.eval()
@@ -158,6 +159,37 @@ def _fill(model: nn.Module, packed: PackedCheckpoint, used: set[str]) -> list[st
             else:
                 missing.append(name)
     return missing
+
+
+class PlainLinear(nn.Module):
+    """A Linear whose weight stays as it is: activations are brought to its dtype, and results back to theirs."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = linear.weight
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply: x [.., K] -> [.., N] in the dtype of `x`."""
+        bias = None if self.bias is None else self.bias.to(self.weight.dtype)
+        return nn.functional.linear(x.to(self.weight.dtype), self.weight, bias).to(x.dtype)
+
+
+def _keep_precision(model: nn.Module) -> None:
+    """Let plain matrices (routers, Linears in fp32) compute in their own precision, whatever the activations are."""
+    for path, module in list(model.named_modules()):
+        weight = module._parameters.get("weight")
+        if weight is None or weight.dim() != 2 or isinstance(module, nn.Embedding):
+            continue
+        if isinstance(module, nn.Linear):
+            model.set_submodule(path, PlainLinear(module))
+        else:
+            module.register_forward_pre_hook(_to_dtype_of_weight)
+
+
+def _to_dtype_of_weight(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    assert isinstance(module.weight, torch.Tensor)
+    return (arguments[0].to(module.weight.dtype), *arguments[1:])
 
 
 def _set(module: nn.Module, key: str, value: torch.Tensor, old: torch.Tensor, subject: str) -> None:
