@@ -158,6 +158,8 @@ def _find_rank(path: Path, rank: int | None) -> Path:
     found = [cut for cut in cuts if rank is not None and cut.name.startswith(f"rank-{rank}-of-")]
     if len(found) != 1:
         names = ", ".join(cut.name for cut in cuts)
+        if rank is None:
+            raise CheckpointError(f"{path}: is cut for several ranks: {names}", hint="say which one: rank=0 and so on")
         raise CheckpointError(f"{path}: rank {rank} is not there, there are {names}", hint="pass rank=0 and so on")
     return found[0]
 

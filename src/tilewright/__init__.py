@@ -19,4 +19,9 @@ _LAZY = {"load_packed": ".kernels.packed", "load_model": ".kernels.hf"}
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_LAZY[name], __name__), name)
+    try:
+        return getattr(importlib.import_module(_LAZY[name], __name__), name)
+    except ModuleNotFoundError as error:
+        if error.name != "transformers":
+            raise
+        raise ImportError("load_model needs transformers; install it with: pip install 'tilewright[hf]'") from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -147,6 +148,15 @@ def test_ranks(directory: Path, tmp_path: Path) -> None:
         share = Path(shutil.copytree(directory, tmp_path / "cut" / f"rank-{rank}-of-2"))
         rewrite(share, **{"tilewright.cut": Cut((rank, 2), (rank, 2)).to_json()})
     assert load_packed(tmp_path / "cut", rank=1).cut == Cut((1, 2), (1, 2))
-    assert "there are rank-0-of-2, rank-1-of-2" in refusal(tmp_path / "cut")
+    assert "is cut for several ranks: rank-0-of-2, rank-1-of-2" in refusal(tmp_path / "cut")
     assert "rank 2 is not there" in refusal(tmp_path / "cut", rank=2)
     assert "holds rank 0 of 2, not rank 1" in refusal(tmp_path / "cut" / "rank-0-of-2", rank=1)
+
+
+def test_load_model_without_transformers_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.delitem(sys.modules, "tilewright.kernels.hf", raising=False)
+    with pytest.raises(ImportError, match=r"pip install 'tilewright\[hf\]'"):
+        _ = tilewright.load_model
+    with pytest.raises(AttributeError, match="no attribute 'load_everything'"):
+        _ = tilewright.load_everything
