@@ -59,5 +59,6 @@ class GpuExperts(PackedExperts):
             self.input_scale13,
             self.input_scale2,
             self.w13.spec.format.block_k,
+            self.w13.spec.whole[0] if self.w13.spec.whole else 0,
         ).to(x.dtype)
         return y if self.reduce is None else self.reduce(y)

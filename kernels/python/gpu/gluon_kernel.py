@@ -1,7 +1,7 @@
 """The grouped product for Hopper, in Triton's Gluon dialect.
 
-Persistent programs: a producer warp copies weight tiles and activation rows into a ring of stages, consumer warpgroups
-decode int4 to FP8 in registers, multiply on the tensor cores and scale each group of 128 columns in fp32.
+Persistent programs: a producer warp copies weight tiles and activation rows into a ring of stages, two consumer
+warpgroups decode int4 to FP8 in registers, multiply on the tensor cores and scale each group of 128 columns in fp32.
 
 A consumer has one or two blocks of 64 weight rows of each tile of work. The height of a tile is the smallest of 16, 32,
 64 and 128 that holds the activation rows that are left, decided on the device: there is no tile list to build, and few
@@ -21,28 +21,25 @@ from triton.language.core import _aggregate as aggregate
 
 from .gluon_schedule import Schedule
 
+CONSUMERS = gl.constexpr(2)
+
 
 @aggregate
 class Ring:
-    """Stages of activation rows and weight tiles, 128 columns deep, with their barriers.
-
-    `order` are the barriers by which two consumers take turns on the tensor cores.
-    """
+    """Stages of activation rows and weight tiles, 128 columns deep, with their barriers."""
 
     xs: gl.shared_memory_descriptor
     ws: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
     empty: gl.shared_memory_descriptor
-    order: gl.shared_memory_descriptor
     stages: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, xs, ws, full, empty, order, stages):
+    def __init__(self, xs, ws, full, empty, stages):
         self.xs = xs
         self.ws = ws
         self.full = full
         self.empty = empty
-        self.order = order
         self.stages = gl.constexpr(stages)
 
 
@@ -50,7 +47,7 @@ class Ring:
 class Problem:
     """Operands, and sizes known when the kernel is compiled; `groups` covers K in groups of 128.
 
-    `consumers` have `blocks` blocks of 64 weight rows each. With `turns` two consumers issue their products in turn.
+    A consumer has `blocks` blocks of 64 weight rows of a tile.
     """
 
     scales: gl.tensor
@@ -59,25 +56,21 @@ class Problem:
     n: gl.constexpr
     groups: gl.constexpr
     per_token: gl.constexpr
-    consumers: gl.constexpr
     blocks: gl.constexpr
     tile_m: gl.constexpr
     unroll: gl.constexpr
-    turns: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, scales, a_scale, out, n, groups, per_token, consumers, blocks, tile_m, unroll, turns):
+    def __init__(self, scales, a_scale, out, n, groups, per_token, blocks, tile_m, unroll):
         self.scales = scales
         self.a_scale = a_scale
         self.out = out
         self.n = gl.constexpr(n)
         self.groups = gl.constexpr(groups)
         self.per_token = gl.constexpr(per_token)
-        self.consumers = gl.constexpr(consumers)
         self.blocks = gl.constexpr(blocks)
         self.tile_m = gl.constexpr(tile_m)
         self.unroll = gl.constexpr(unroll)
-        self.turns = gl.constexpr(turns)
 
 
 @gluon.jit
@@ -102,7 +95,7 @@ def decode(tiles):
 @gluon.jit
 def produce_tile(p, ring, x16, x32, w, turn, w_row, x_row, last_block, HEIGHT: gl.constexpr):
     """Fill the stages of one tile: its weight tiles and `HEIGHT` activation rows each."""
-    TILES: gl.constexpr = p.consumers * p.blocks
+    TILES: gl.constexpr = CONSUMERS * p.blocks
     for g in range(p.groups):
         stage = turn % ring.stages
         bar = ring.full.index(stage)
@@ -135,10 +128,10 @@ def produce_height(p, ring, x16, x32, w, turn, w_row, x_row, last_block, rows, H
 @gluon.jit
 def produce(p, schedule, ring, x16, x32, w):
     """The producer warp: every stage of every tile of this program, in the order in which the consumers take them."""
-    TILES: gl.constexpr = p.consumers * p.blocks
+    TILES: gl.constexpr = CONSUMERS * p.blocks
     turn = 0
     cursor = schedule.first()
-    while cursor.walk < schedule.passes:
+    while cursor.expert < schedule.experts:
         block, row = cursor.place(schedule)
         w_row = (cursor.expert * (p.n // 64) + block * TILES) * (p.groups * 64)
         last_block = p.n // 64 - 1 - block * TILES
@@ -156,40 +149,15 @@ def wait_for_stage(ring, turn):
 @gluon.jit
 def fragment(p, ring, turn, BLOCK: gl.constexpr, OPERAND: gl.constexpr):
     """FP8 operands of 64 weight rows by 128 columns, in registers."""
-    return decode(ring.ws.index(turn % ring.stages * (p.consumers * p.blocks) + BLOCK).load(OPERAND))
+    return decode(ring.ws.index(turn % ring.stages * (CONSUMERS * p.blocks) + BLOCK).load(OPERAND))
 
 
 @gluon.jit
-def take_turn(p, ring, turn, C: gl.constexpr, BLOCK: gl.constexpr):
-    """Wait until the other consumer has issued the product before this one's next.
-
-    That keeps one consumer's products on the tensor cores while the other decodes and scales; otherwise both would
-    come to do the same at the same time.
-    """
-    if p.turns:
-        phase = (turn * p.blocks + BLOCK) & 1
-        mbarrier.wait(ring.order.index(C), phase ^ (1 - C))
-
-
-@gluon.jit
-def multiply(p, low, high, ring, turn, zero, C: gl.constexpr, HEIGHT: gl.constexpr):
+def multiply(low, high, ring, turn, zero, HEIGHT: gl.constexpr):
     """Start the product of 64 weight rows and the stage's activation rows, 128 columns deep; not finished on return."""
     x = ring.xs.index(turn % ring.stages).slice(0, HEIGHT)
     part = warpgroup_mma(low, x.slice(0, 64, dim=1).permute((1, 0)), zero, use_acc=False, is_async=True)
-    part = warpgroup_mma(high, x.slice(64, 64, dim=1).permute((1, 0)), part, is_async=True)
-    if p.turns:
-        mbarrier.arrive(ring.order.index(1 - C), count=1)
-    return part
-
-
-@gluon.jit
-def add_scaled(acc, part, scale, NOW: gl.constexpr):
-    """Acc + part * scale; with `NOW` before the next product is issued, so that `part` and it can share registers."""
-    scale = scale.to(gl.float32)[:, None]
-    if NOW:
-        fma: gl.constexpr = "fma.rn.f32 $0, $1, $2, $3;"
-        return gl.inline_asm_elementwise(fma, "=f,f,f,f", [part, scale, acc], gl.float32, is_pure=False, pack=1)
-    return acc + part * scale
+    return warpgroup_mma(high, x.slice(64, 64, dim=1).permute((1, 0)), part, is_async=True)
 
 
 @gluon.jit
@@ -214,13 +182,13 @@ def consume_tile(p, ring, buffer, turn, expert, block, row, last, C: gl.constexp
     """A consumer's weight rows of a tile: one product per block and group, decoding one while another multiplies.
 
     Within `unroll` groups the tensor cores do not wait for a decode. No product is in flight across the loop's back
-    edge, which the assembler would answer by serializing all of them. At 128 rows accumulators and operands fill the
-    registers, and there is nothing to decode ahead into.
+    edge, which the assembler would answer by serializing all of them. Accumulators of `tile_m` rows and operands fill
+    the registers, and there is nothing to decode ahead into; at 128 rows not even room for two products.
     """
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEIGHT, 32])
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
-    UNROLL: gl.constexpr = p.unroll if HEIGHT < 128 else 1
-    n0 = (block * p.consumers + C) * (64 * p.blocks)
+    UNROLL: gl.constexpr = 1 if p.tile_m == HEIGHT else p.unroll
+    n0 = (block * CONSUMERS + C) * (64 * p.blocks)
     n = gl.minimum(n0, p.n - 64) + gl.arange(0, 64, gl.SliceLayout(1, MMA))
     scales0 = p.scales + expert * (p.groups * p.n) + n
     scales1 = scales0 + (64 if p.n % 128 == 0 else gl.minimum(n0 + 64, p.n - 64) - gl.minimum(n0, p.n - 64))
@@ -232,8 +200,7 @@ def consume_tile(p, ring, buffer, turn, expert, block, row, last, C: gl.constexp
     for g in range(0, p.groups, UNROLL):
         wait_for_stage(ring, turn)
         low, high = fragment(p, ring, turn, C * p.blocks, OPERAND)
-        take_turn(p, ring, turn, C, 0)
-        product = multiply(p, low, high, ring, turn, zero, C, HEIGHT)
+        product = multiply(low, high, ring, turn, zero, HEIGHT)
         for u in gl.static_range(UNROLL):
             ahead = gl.minimum(g + u + 1, p.groups - 1) * p.n
             next0 = gl.load(scales0 + ahead)
@@ -244,18 +211,17 @@ def consume_tile(p, ring, buffer, turn, expert, block, row, last, C: gl.constexp
                     if b + 1 == p.blocks:
                         wait_for_stage(ring, following)
                     low, high = fragment(p, ring, following, C * p.blocks + (b + 1) % p.blocks, OPERAND)
-                    take_turn(p, ring, following, C, (b + 1) % p.blocks)
                 done = warpgroup_mma_wait(0, [product])
                 if b + 1 == p.blocks:
                     mbarrier.arrive(ring.empty.index(turn % ring.stages), count=1)
                 if u * p.blocks + b + 1 < UNROLL * p.blocks and HEIGHT < 128:
-                    product = multiply(p, low, high, ring, following, zero, C, HEIGHT)
+                    product = multiply(low, high, ring, following, zero, HEIGHT)
                 if b == 0:
-                    acc0 = add_scaled(acc0, done, s0, HEIGHT == 128)
+                    acc0 = acc0 + done * s0.to(gl.float32)[:, None]
                 else:
-                    acc1 = add_scaled(acc1, done, s1, False)
+                    acc1 = acc1 + done * s1.to(gl.float32)[:, None]
                 if u * p.blocks + b + 1 < UNROLL * p.blocks and HEIGHT == 128:
-                    product = multiply(p, low, high, ring, following, zero, C, HEIGHT)
+                    product = multiply(low, high, ring, following, zero, HEIGHT)
                 turn = following
             s0 = next0
             s1 = next1
@@ -279,7 +245,7 @@ def consume(p, schedule, ring, buffers, C: gl.constexpr):
     """Consumer warpgroup `C`: its weight rows of every tile of this program."""
     turn = 0
     cursor = schedule.first()
-    while cursor.walk < schedule.passes:
+    while cursor.expert < schedule.experts:
         block, row = cursor.place(schedule)
         consume_height(p, ring, buffers.index(C), turn, cursor, block, row, C, 16)
         turn += p.groups
@@ -299,13 +265,10 @@ def w4a8_grouped(
     N: gl.constexpr,
     GROUPS: gl.constexpr,
     PER_TOKEN: gl.constexpr,
-    CONSUMERS: gl.constexpr,
     BLOCKS: gl.constexpr,
     TILE_M: gl.constexpr,
     STAGES: gl.constexpr,
     UNROLL: gl.constexpr,
-    TURNS: gl.constexpr,
-    PASSES: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """Out[m, n] = a_scale[m] * sum_g scales[e, g, n] * sum_k x[m, k] * w[e, n, k] for the rows m of every expert e.
@@ -318,34 +281,18 @@ def w4a8_grouped(
     buffers = gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS, TILE_M, 64], gl.NVMMASharedLayout(128, 16, 2))
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    order = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=CONSUMERS)
-    for i in gl.static_range(2):
-        mbarrier.init(order.index(i), count=1)
-    ring = Ring(xs, ws, full, empty, order, STAGES)
-    p = Problem(scales, a_scale, out, N, GROUPS, PER_TOKEN, CONSUMERS, BLOCKS, TILE_M, UNROLL, TURNS)
-    schedule = Schedule(offsets, experts, (N + 64 * TILES - 1) // (64 * TILES), TILE_M, PASSES)
-    if CONSUMERS == 2:
-        gl.warp_specialize(
-            [
-                (consume, (p, schedule, ring, buffers, 0)),
-                (consume, (p, schedule, ring, buffers, 1)),
-                (produce, (p, schedule, ring, x16, x32, w)),
-            ],
-            [4, 1],
-            [REGISTERS, 24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consume, (p, schedule, ring, buffers, 0)),
-                (consume, (p, schedule, ring, buffers, 1)),
-                (consume, (p, schedule, ring, buffers, 2)),
-                (consume, (p, schedule, ring, buffers, 3)),
-                (produce, (p, schedule, ring, x16, x32, w)),
-            ],
-            [4, 4, 4, 1],
-            [REGISTERS, REGISTERS, REGISTERS, 24],
-        )
+    ring = Ring(xs, ws, full, empty, STAGES)
+    p = Problem(scales, a_scale, out, N, GROUPS, PER_TOKEN, BLOCKS, TILE_M, UNROLL)
+    schedule = Schedule(offsets, experts, (N + 64 * TILES - 1) // (64 * TILES), TILE_M)
+    gl.warp_specialize(
+        [
+            (consume, (p, schedule, ring, buffers, 0)),
+            (consume, (p, schedule, ring, buffers, 1)),
+            (produce, (p, schedule, ring, x16, x32, w)),
+        ],
+        [4, 1],
+        [REGISTERS, 24],
+    )

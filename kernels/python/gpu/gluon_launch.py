@@ -1,7 +1,7 @@
 """Compile the Hopper kernel for a shape, and start it with little work on the host.
 
-Triton's own way to a launch takes several times as long as a short product. Here a shape is compiled once, tensor maps
-are kept by address, and the compiled launcher is called directly.
+Triton's own way to a launch takes as long as a short product. Here everything that shapes decide is made once, tensor
+maps are kept by address, and the compiled launcher is called directly.
 """
 
 from __future__ import annotations
@@ -32,13 +32,10 @@ def constants(n: int, groups: int, per_token: bool, launch: Launch) -> dict[str,
         "N": n,
         "GROUPS": groups,
         "PER_TOKEN": per_token,
-        "CONSUMERS": launch.consumers,
         "BLOCKS": launch.blocks,
         "TILE_M": launch.tile_m,
         "STAGES": launch.stages,
         "UNROLL": launch.unroll if groups % launch.unroll == 0 else 1,
-        "TURNS": launch.turns,
-        "PASSES": launch.passes,
         "REGISTERS": launch.registers,
     }
 
@@ -69,8 +66,6 @@ class Compiled:
         tail: Its arguments after the kernel's own.
         boxes: What it copies at once: few activation rows, more of them, a weight tile.
         programs: How many programs fill the device.
-        rows_per_tile: Weight rows of a tile of work.
-        tile_m: Activation rows of a tile of work, at most.
     """
 
     start: Callable[..., None]
@@ -78,8 +73,6 @@ class Compiled:
     tail: tuple[Any, ...]
     boxes: tuple[Box, Box, Box]
     programs: int
-    rows_per_tile: int
-    tile_m: int
 
 
 @functools.cache
@@ -108,12 +101,39 @@ def compiled(device: int, n: int, groups: int, per_token: bool, launch: Launch) 
         tuple(values.values()),
         tuple(boxes),  # type: ignore[arg-type]
         multiprocessors * launch.programs,
-        64 * launch.consumers * launch.blocks,
-        launch.tile_m,
     )
 
 
-@functools.lru_cache(maxsize=65536)
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A kernel, and what the shapes of its operands say.
+
+    Attributes:
+        kernel: The kernel.
+        device: Index of its device.
+        grid: Programs to start.
+        x_shape: Rows and columns of the activations.
+        w_rows: Rows of 64 bytes of the weight tiles.
+        tail: Arguments after the addresses.
+    """
+
+    kernel: Compiled
+    device: int
+    grid: int
+    x_shape: tuple[int, int]
+    w_rows: int
+    tail: tuple[Any, ...]
+
+
+def prepare(device: int, rows: int, columns: int, experts: int, n: int, per_token: bool, launch: Launch) -> Prepared:
+    """The kernel for `rows` activation rows and weights [experts, n, columns]."""
+    groups = -(-columns // 128)
+    kernel = compiled(device, n, groups, per_token, launch)
+    most = (-(-rows // launch.tile_m) + min(experts, rows)) * -(-n // (128 * launch.blocks))  # tiles there can be
+    grid = min(kernel.programs, most)
+    return Prepared(kernel, device, grid, (rows, columns), experts * n * groups, (experts, *kernel.tail))
+
+
 def tensor_map(box: Box, address: int, rows: int, columns: int) -> tuple[Any, ...]:
     """The launcher's arguments for a matrix of bytes [rows, columns] read in boxes; what lies beyond reads as zero."""
     swizzle, size, dtype, shape = box
@@ -122,36 +142,31 @@ def tensor_map(box: Box, address: int, rows: int, columns: int) -> tuple[Any, ..
     return tensor, rows, columns, columns, 1
 
 
-def start(
-    kernel: Compiled,
-    device: int,
-    x: tuple[int, int, int],
-    w: tuple[int, int],
-    pointers: tuple[int, int, int, int],
-    experts: int,
-) -> None:
-    """Start a compiled kernel on the current stream of the current device, which is `device`.
+@functools.lru_cache(maxsize=16384)
+def tensor_maps(prepared: Prepared, x: int, w: int) -> tuple[Any, ...]:
+    """The launcher's arguments for activations and weight tiles at these addresses."""
+    few, more, tile = prepared.kernel.boxes
+    shape = prepared.x_shape
+    return *tensor_map(few, x, *shape), *tensor_map(more, x, *shape), *tensor_map(tile, w, prepared.w_rows, 64)
 
-    Args:
-        kernel: What `compiled` gave.
-        device: Index of the device.
-        x: Address, rows and columns of the activations.
-        w: Address of the weight tiles, and how many rows of 64 bytes they have.
-        pointers: Addresses of weight scales, activation scales, output and first rows.
-        experts: Number of experts.
-    """
-    rows, (few, more, tile) = x[1], kernel.boxes
-    most = (-(-rows // kernel.tile_m) + min(experts, rows)) * -(-kernel.tail[0] // kernel.rows_per_tile)
+
+def start(prepared: Prepared, x: int, w: int, scales: int, a_scale: int, out: int, offsets: int) -> None:
+    """Start a kernel with operands at these addresses, on the current stream of its device."""
+    kernel, device = prepared.kernel, prepared.device
+    if torch._C._cuda_getDevice() != device:  # asking costs less than the context
+        with torch.cuda.device(device):
+            return start(prepared, x, w, scales, a_scale, out, offsets)
     kernel.start(
-        min(kernel.programs, most),
+        prepared.grid,
         1,
         1,
         torch._C._cuda_getCurrentRawStream(device),
         *kernel.head,
-        *tensor_map(few, *x),
-        *tensor_map(more, *x),
-        *tensor_map(tile, *w, 64),
-        *pointers,
-        experts,
-        *kernel.tail,
+        *tensor_maps(prepared, x, w),
+        scales,
+        a_scale,
+        out,
+        offsets,
+        *prepared.tail,
     )
+    return None

@@ -10,6 +10,7 @@ import contextlib
 import functools
 
 import torch
+from torch._C import _len_torch_dispatch_stack
 
 from ..errors import LayoutError
 from . import reference, support
@@ -24,7 +25,8 @@ with contextlib.suppress(ImportError, AttributeError):  # other releases have an
 FP8 = torch.float8_e4m3fn
 LIBRARY = torch.library.Library("tilewright", "FRAGMENT")
 LIBRARY.define(
-    "w4a8_grouped_mm(Tensor x, Tensor tiles, Tensor scales, Tensor offsets, Tensor a_scale, int group=128) -> Tensor"
+    "w4a8_grouped_mm(Tensor x, Tensor tiles, Tensor scales, Tensor offsets, Tensor a_scale, int group=128, "
+    "int expected_rows=0) -> Tensor"
 )
 
 
@@ -35,6 +37,7 @@ def w4a8_grouped_mm(
     offsets: torch.Tensor,
     a_scale: torch.Tensor,
     group: int = 128,
+    expected_rows: int = 0,
 ) -> torch.Tensor:
     """Out[m] = a_scale[m] * (x[m] @ w[e].T) for `offsets[e] <= m < offsets[e + 1]`.
 
@@ -47,6 +50,8 @@ def w4a8_grouped_mm(
         offsets: int32 [E + 1] first row of each expert, and the end of the last.
         a_scale: fp32 [1], or [M] for a scale per row.
         group: Columns that share a weight scale: 128, 64 or 32, as the file says.
+        expected_rows: About how many of the rows are below `offsets[E]`, to choose the kernel's sizes by; 0 for all.
+            The result does not depend on it.
 
     Returns:
         bf16 [M, N]; rows from `offsets[E]` on are unspecified.
@@ -55,15 +60,19 @@ def w4a8_grouped_mm(
         LayoutError: An operand does not have the dtype or shape above.
         KernelUnavailableError: No kernel runs on this device.
     """
-    return torch.ops.tilewright.w4a8_grouped_mm.default(x, tiles, scales, offsets, a_scale, group)  # type: ignore[no-any-return]
+    if x.is_cuda and not torch.compiler.is_compiling() and type(x) is torch.Tensor and not _len_torch_dispatch_stack():
+        return _cuda(x, tiles, scales, offsets, a_scale, group, expected_rows)  # the dispatcher takes as long as this
+    return torch.ops.tilewright.w4a8_grouped_mm.default(  # type: ignore[no-any-return]
+        x, tiles, scales, offsets, a_scale, group, expected_rows
+    )
 
 
-Fact = tuple[torch.dtype, torch.Size, bool]
+Fact = tuple[torch.dtype, torch.Size, bool, torch.device]
 
 
 def fact(tensor: torch.Tensor) -> Fact:
-    """Dtype, shape and contiguity."""
-    return tensor.dtype, tensor.shape, tensor.is_contiguous()
+    """Dtype, shape, contiguity and device."""
+    return tensor.dtype, tensor.shape, tensor.is_contiguous(), tensor.device
 
 
 def check(x: Fact, tiles: Fact, scales: Fact, offsets: Fact, a_scale: Fact, group: int) -> None:
@@ -81,13 +90,25 @@ def check(x: Fact, tiles: Fact, scales: Fact, offsets: Fact, a_scale: Fact, grou
         "offsets": (offsets, torch.int32, (experts + 1,)),
         "a_scale": (a_scale, torch.float32, (1,) if a_scale[1] == (1,) else (m,)),
     }
-    for name, ((got_dtype, got_shape, contiguous), dtype, shape) in wanted.items():
+    for name, ((got_dtype, got_shape, contiguous, device), dtype, shape) in wanted.items():
         if got_dtype != dtype or tuple(got_shape) != shape or not contiguous:
             got = f"{got_dtype} {list(got_shape)}"
             raise LayoutError(f"w4a8_grouped_mm: `{name}` is {got}, not contiguous {dtype} {list(shape)}")
+        if device != x[3]:
+            raise LayoutError(f"w4a8_grouped_mm: `{name}` is on {device}, x on {x[3]}")
 
 
-check_once = functools.lru_cache(maxsize=4096)(check)
+@functools.lru_cache(maxsize=4096)
+def prepared(
+    x: Fact, tiles: Fact, scales: Fact, offsets: Fact, a_scale: Fact, group: int, expected_rows: int
+) -> gluon_launch.Prepared | None:
+    """Check the operands, and prepare the Gluon kernel for them if it is to run."""
+    check(x, tiles, scales, offsets, a_scale, group)
+    (m, k), (experts, blocks), device = x[1], tiles[1][:2], x[3].index
+    if not m or group != 128 or not support.gluon_on(device):
+        return None
+    launch = support.launch_for(min(expected_rows or m, m), experts)
+    return gluon_launch.prepare(device, m, k, experts, blocks * 64, a_scale[1][0] > 1, launch)
 
 
 def _meta(
@@ -97,6 +118,7 @@ def _meta(
     offsets: torch.Tensor,
     a_scale: torch.Tensor,
     group: int = 128,
+    expected_rows: int = 0,
 ) -> torch.Tensor:
     check(fact(x), fact(tiles), fact(scales), fact(offsets), fact(a_scale), group)
     return x.new_empty(x.shape[0], tiles.shape[1] * 64, dtype=torch.bfloat16)
@@ -109,6 +131,7 @@ def _cpu(
     offsets: torch.Tensor,
     a_scale: torch.Tensor,
     group: int = 128,
+    expected_rows: int = 0,
 ) -> torch.Tensor:
     check(fact(x), fact(tiles), fact(scales), fact(offsets), fact(a_scale), group)
     return reference.grouped_mm(x, tiles, scales, offsets, a_scale, group).to(torch.bfloat16)
@@ -121,14 +144,18 @@ def _cuda(
     offsets: torch.Tensor,
     a_scale: torch.Tensor,
     group: int = 128,
+    expected_rows: int = 0,
 ) -> torch.Tensor:
-    check_once(fact(x), fact(tiles), fact(scales), fact(offsets), fact(a_scale), group)
-    out = torch.empty(x.shape[0], tiles.shape[1] * 64, dtype=torch.bfloat16, device=x.device)
-    if not x.shape[0]:
-        return out
-    if group == 128 and support.gluon_on(x.device.index):
-        _run_gluon(x, tiles, scales, offsets, a_scale, out)
-    else:
+    facts = fact(x), fact(tiles), fact(scales), fact(offsets), fact(a_scale)
+    kernel = prepared(*facts, group, expected_rows)
+    out = torch.empty((x.shape[0], tiles.shape[1] * 64), dtype=torch.bfloat16, device=x.device)
+    if kernel:
+        x_address, w_address, s_address = x.data_ptr(), tiles.data_ptr(), scales.data_ptr()
+        if (x_address | w_address | s_address) % 16:
+            raise LayoutError("w4a8_grouped_mm: x, tiles and scales must start at multiples of 16 bytes")
+        addresses = x_address, w_address, s_address, a_scale.data_ptr(), out.data_ptr(), offsets.data_ptr()
+        gluon_launch.start(kernel, *addresses)
+    elif x.shape[0]:
         _run_triton(x, tiles, scales, offsets, a_scale, out, group)
     return out
 
@@ -169,29 +196,6 @@ def _run_triton(
             num_stages=launch.stages,
             num_warps=launch.warps,
         )
-
-
-def _run_gluon(
-    x: torch.Tensor,
-    tiles: torch.Tensor,
-    scales: torch.Tensor,
-    offsets: torch.Tensor,
-    a_scale: torch.Tensor,
-    out: torch.Tensor,
-) -> None:
-    (m, k), experts, device = x.shape, tiles.shape[0], x.device.index
-    pointers = scales.data_ptr(), a_scale.data_ptr(), out.data_ptr(), offsets.data_ptr()
-    x_address, w_address = x.data_ptr(), tiles.data_ptr()
-    if (x_address | w_address | pointers[0]) % 16:
-        raise LayoutError("w4a8_grouped_mm: x, tiles and scales must start at multiples of 16 bytes")
-    launch = support.launch_for(m, experts)
-    kernel = gluon_launch.compiled(device, out.shape[1], -(-k // 128), a_scale.shape[0] > 1, launch)
-    operands = (x_address, m, k), (w_address, tiles.numel() // 64), pointers, experts
-    if torch._C._cuda_getDevice() == device:  # costs less than the context
-        gluon_launch.start(kernel, device, *operands)
-    else:
-        with torch.cuda.device(device):
-            gluon_launch.start(kernel, device, *operands)
 
 
 def linear_w4a8(

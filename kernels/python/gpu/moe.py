@@ -25,7 +25,8 @@ SUM_WIDTH = 1024
 
 LIBRARY.define(
     "w4a8_fused_experts(Tensor x, Tensor tiles13, Tensor scales13, Tensor tiles2, Tensor scales2, Tensor topk_weights, "
-    "Tensor topk_ids, str mode='token', Tensor? a1_scale=None, Tensor? a2_scale=None, int group=128) -> Tensor"
+    "Tensor topk_ids, str mode='token', Tensor? a1_scale=None, Tensor? a2_scale=None, int group=128, "
+    "int total_experts=0) -> Tensor"
 )
 
 
@@ -41,6 +42,7 @@ def w4a8_fused_experts(
     a1_scale: torch.Tensor | None = None,
     a2_scale: torch.Tensor | None = None,
     group: int = 128,
+    total_experts: int = 0,
 ) -> torch.Tensor:
     """Out[t] = sum_j topk_weights[t, j] * w2[e] @ fp8(silu(gate) * up), with gate, up = halves of w13[e] @ fp8(x[t]).
 
@@ -59,6 +61,8 @@ def w4a8_fused_experts(
         a1_scale: fp32 [1] scale of x, for mode "static".
         a2_scale: fp32 [1] scale of the hidden activations, for mode "static".
         group: Columns that share a weight scale.
+        total_experts: Experts that the ids are drawn from, if more than are here; the kernel's sizes are chosen by the
+            share that is. The result does not depend on it.
 
     Returns:
         bf16 [M, H].
@@ -67,7 +71,7 @@ def w4a8_fused_experts(
         LayoutError: An operand does not have the dtype or shape above.
     """
     return torch.ops.tilewright.w4a8_fused_experts(  # type: ignore[no-any-return]
-        x, tiles13, scales13, tiles2, scales2, topk_weights, topk_ids, mode, a1_scale, a2_scale, group
+        x, tiles13, scales13, tiles2, scales2, topk_weights, topk_ids, mode, a1_scale, a2_scale, group, total_experts
     )
 
 
@@ -83,6 +87,7 @@ def _meta(
     a1_scale: torch.Tensor | None = None,
     a2_scale: torch.Tensor | None = None,
     group: int = 128,
+    total_experts: int = 0,
 ) -> torch.Tensor:
     if mode not in MODES:
         raise LayoutError(f"w4a8_fused_experts: mode `{mode}` is not one of {', '.join(MODES)}")
@@ -117,6 +122,7 @@ def _cpu(
     a1_scale: torch.Tensor | None = None,
     a2_scale: torch.Tensor | None = None,
     group: int = 128,
+    total_experts: int = 0,
 ) -> torch.Tensor:
     _meta(x, tiles13, scales13, tiles2, scales2, topk_weights, topk_ids, mode, a1_scale, a2_scale, group)
     w13 = reference.dense(tiles13, scales13, group, x.shape[1])
@@ -136,16 +142,19 @@ def _cuda(
     a1_scale: torch.Tensor | None = None,
     a2_scale: torch.Tensor | None = None,
     group: int = 128,
+    total_experts: int = 0,
 ) -> torch.Tensor:
     out = _meta(x, tiles13, scales13, tiles2, scales2, topk_weights, topk_ids, mode, a1_scale, a2_scale, group)
     if not topk_ids.numel():
         return out.zero_()
     x, topk_ids, topk_weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
     with torch.cuda.device(x.device):
-        rows, scale, offsets, positions, amax = _sort(x, topk_ids, tiles13.shape[0], mode, a1_scale)
-        hidden = w4a8_grouped_mm(rows, tiles13, scales13, offsets, scale, group)
+        experts = tiles13.shape[0]
+        expected_rows = -(-topk_ids.numel() * experts // max(experts, total_experts))
+        rows, scale, offsets, positions, amax = _sort(x, topk_ids, experts, mode, a1_scale)
+        hidden = w4a8_grouped_mm(rows, tiles13, scales13, offsets, scale, group, expected_rows)
         rows, scale = _activate(hidden, offsets, amax, mode, a2_scale)
-        results = w4a8_grouped_mm(rows, tiles2, scales2, offsets, scale, group)
+        results = w4a8_grouped_mm(rows, tiles2, scales2, offsets, scale, group, expected_rows)
         grid = (x.shape[0], triton.cdiv(x.shape[1], SUM_WIDTH))
         moe_kernels.add_up[grid](
             results, positions, topk_weights, out, topk_ids.shape[1], H=x.shape[1], WIDTH=SUM_WIDTH

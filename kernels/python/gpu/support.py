@@ -25,26 +25,21 @@ class Launch:
     """Sizes of the Gluon kernel.
 
     Attributes:
-        consumers: Warpgroups that multiply: 2 or 4.
-        blocks: Blocks of 64 weight rows of each: 1 or 2.
+        blocks: Blocks of 64 weight rows for each of the two consumers: 1 or 2.
         tile_m: Most activation rows of a tile.
         stages: Depth of the ring that the producer fills.
         registers: Registers of a consumer thread.
-        unroll: Groups between two points where no product is in flight, if it divides the number of groups.
-        turns: Whether two consumers issue their products in turn.
-        passes: 3 to begin with the experts that have many rows, else 1.
+        unroll: Groups between two points where no product is in flight, if it divides the number of groups; tiles of
+            `tile_m` rows have no registers left for it.
         programs: Programs that share a multiprocessor.
         max_registers: Registers of a thread at the start; None leaves them to the compiler.
     """
 
-    consumers: int
     blocks: int
     tile_m: int
     stages: int
     registers: int
-    unroll: int = 1
-    turns: bool = False
-    passes: int = 3
+    unroll: int = 2
     programs: int = 1
     max_registers: int | None = None
 
@@ -59,11 +54,14 @@ class TritonLaunch:
     warps: int
 
 
-# Rows per expert, on average, up to which a line holds.
-TUNED: tuple[tuple[float, Launch], ...] = (
-    (64, Launch(consumers=4, blocks=1, tile_m=64, stages=8, registers=112)),
-    (float("inf"), Launch(consumers=2, blocks=2, tile_m=128, stages=6, registers=240, turns=True)),
+# Most rows, and most rows per expert on average, that a line is for. Few rows hit few experts: tiles of half as many
+# weight rows then occupy more multiprocessors.
+TUNED: tuple[tuple[float, float, Launch], ...] = (
+    (16, 16, Launch(blocks=1, tile_m=32, stages=8, registers=104, programs=2, max_registers=80)),
+    (float("inf"), 16, Launch(blocks=2, tile_m=32, stages=5, registers=104, programs=2, max_registers=80)),
+    (float("inf"), float("inf"), Launch(blocks=2, tile_m=128, stages=6, registers=240)),
 )
+# Most rows per expert, on average, that a line is for.
 TUNED_TRITON: tuple[tuple[float, TritonLaunch], ...] = (
     (24, TritonLaunch(64, 16, 4, 4)),
     (96, TritonLaunch(128, 64, 4, 8)),
@@ -71,10 +69,9 @@ TUNED_TRITON: tuple[tuple[float, TritonLaunch], ...] = (
 )
 
 
-@functools.lru_cache(maxsize=4096)
 def launch_for(rows: int, experts: int) -> Launch:
     """Sizes for `rows` activation rows over `experts` experts."""
-    return next(launch for limit, launch in TUNED if rows / experts <= limit)
+    return next(launch for most, average, launch in TUNED if rows <= most and rows <= average * experts)
 
 
 def triton_launch_for(rows: int, experts: int) -> TritonLaunch:

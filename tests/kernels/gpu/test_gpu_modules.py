@@ -20,7 +20,7 @@ from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.layouts.gpu_hopper import GPU_HOPPER_W4
 from tilewright.kernels.linear_kernels import LINEAR_KERNELS
 from tilewright.kernels.module_spec import ModuleSpec
-from tilewright.kernels.modules import PackedStack
+from tilewright.kernels.modules import PackedExperts, PackedStack
 from tilewright.kernels.tensors import QTensor
 from tilewright.packer.checkpoint import open_checkpoint
 from tilewright.packer.pack import plan_pack
@@ -108,6 +108,12 @@ def test_what_cannot_be_reordered_says_so() -> None:
         reordered_spec("m", spec)
 
 
+@pytest.fixture(name="packed_for_cpu")
+def _packed_for_cpu(request: pytest.FixtureRequest) -> Call:
+    """The shared fixture, whose name is a module's here."""
+    return request.getfixturevalue("packed")
+
+
 @pytest.fixture
 def packed_for_gpu(quantized: Call, tmp_path: Path) -> Call:
     """packed_for_gpu(layout): a tiny model's directory."""
@@ -152,9 +158,7 @@ def read_on_cpu(self: packed.PackedCheckpoint, name: str) -> torch.Tensor:
 def test_gpu_runs_a_layer_of_a_packed_directory(layout: str, packed_for_gpu: Call) -> None:
     checkpoint = packed.load_packed(packed_for_gpu(layout), device="cuda")
     name = next(name for name in checkpoint if name.endswith(".w13")).removesuffix(".w13")
-    upper, lower = checkpoint[f"{name}.w13"], checkpoint[f"{name}.w2"]
-    assert isinstance(upper, PackedStack)
-    assert isinstance(lower, PackedStack)
+    upper, lower = stacks(checkpoint, name)
     layer = GpuExperts(name, upper, lower)
     experts, _, hidden = upper.spec.shape
     x = torch.randn(20, hidden, dtype=torch.bfloat16, device="cuda")
@@ -165,6 +169,42 @@ def test_gpu_runs_a_layer_of_a_packed_directory(layout: str, packed_for_gpu: Cal
     want = reference.fused_experts(x.cpu(), dense13, dense2, weights.cpu(), ids.cpu(), "token")
     got = layer(x, ids, weights).cpu().double()
     assert (got - want).norm() < 2**-5.75 * want.norm()
+
+
+# FP8 has 3 mantissa bits: the root of the mean square of a rounding is 2**-5.25 of the value. Three of them count, of
+# gate, of up (both through x) and of their product. A quarter more is for the CPU's activations, bf16 scales, chance.
+FP8_LAYER_ERROR = 1.25 * 3**0.5 * 2**-5.25
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=needs_gpu)])
+def test_layer_agrees_with_the_cpu_path_of_the_same_checkpoint(
+    device: str, packed_for_gpu: Call, packed_for_cpu: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference in the GPU's place, and the GPU itself."""
+    if device == "cpu":
+        monkeypatch.setattr(modules, "find_kernel", lambda name, spec, device: LINEAR_KERNELS[spec.layout.id])
+        monkeypatch.setattr(packed.PackedCheckpoint, "tensor", read_on_cpu)
+    here = packed.load_packed(packed_for_cpu("tiny-deepseek-v3", "w4afp8", "native"))
+    there = packed.load_packed(packed_for_gpu("gpu-hopper-w4"), device="cuda")
+    layers = [name.removesuffix(".w13") for name in there if name.endswith(".w13")]
+    assert layers
+    for name in layers:
+        slow = PackedExperts(name, *stacks(here, name))
+        fast = GpuExperts(name, *stacks(there, name))
+        experts, _, hidden = slow.w13.spec.shape
+        x, weights = torch.randn(64, hidden, dtype=torch.bfloat16), torch.rand(64, 4)
+        ids = torch.stack([torch.randperm(experts)[:4] for _ in range(64)])
+        ids[5, 2] = -1
+        want = slow(x, ids, weights).float()
+        got = fast(x.to(device), ids.to(device), weights.to(device)).cpu().float()
+        assert (got - want).norm() <= FP8_LAYER_ERROR * want.norm()
+
+
+def stacks(checkpoint: packed.PackedCheckpoint, name: str) -> tuple[PackedStack, PackedStack]:
+    w13, w2 = checkpoint[f"{name}.w13"], checkpoint[f"{name}.w2"]
+    assert isinstance(w13, PackedStack)
+    assert isinstance(w2, PackedStack)
+    return w13, w2
 
 
 def test_the_directory_says_what_it_is_for(packed_for_gpu: Call) -> None:

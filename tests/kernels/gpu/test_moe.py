@@ -19,7 +19,7 @@ def weight(experts: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return packed["tiles"], packed["scales"]
 
 
-def layer(tokens: int, experts: int, k: int, hidden: int = 256, inner: int = 128) -> list[torch.Tensor]:
+def layer(tokens: int, experts: int, k: int, hidden: int = 256, inner: int = 384) -> list[torch.Tensor]:
     """Operands up to the ids, of which about a fifth point nowhere."""
     x = torch.randn(tokens, hidden).to(torch.bfloat16)
     ids = torch.stack([torch.randperm(experts)[:k] for _ in range(tokens)]).to(torch.int32)
@@ -87,7 +87,7 @@ LAYER_ERROR = 2**-5.75
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 4, 2), (37, 8, 8), (300, 33, 3)])
 def test_gpu_agrees_with_float64(mode: reference.ActivationScale, tokens: int, experts: int, k: int) -> None:
-    args = layer(tokens, experts, k, hidden=512, inner=384)
+    args = layer(tokens, experts, k)
     scales = torch.tensor([0.01]), torch.tensor([0.02])
     got = moe.w4a8_fused_experts(*(a.cuda() for a in args), mode, *(s.cuda() for s in scales)).cpu().double()
     want = expected(args, mode, *scales)

@@ -24,6 +24,7 @@ NO_RESULT = (
     "ST", "BAR", "SYNCS", "UTMA", "RED", "BRA", "BRX", "EXIT", "WARP", "NOP", "MEMBAR", "FENCE", "ERRBAR", "CCTL",
     "DEPBAR", "BSYNC", "NANOSLEEP", "YIELD", "UBL",
 )  # fmt: skip
+NAMES = ("few", "some", "many")  # rows that each line of `support.TUNED` is for
 MOST_COMMITS = 8  # groups that may be in flight
 
 
@@ -207,12 +208,12 @@ def machine_code(launch: support.Launch, per_token: bool, directory: Path) -> tu
 
 
 @pytest.mark.parametrize("per_token", [False, True])
-@pytest.mark.parametrize("launch", [launch for _, launch in support.TUNED], ids=lambda launch: f"m{launch.tile_m}")
+@pytest.mark.parametrize("launch", [launch for *_, launch in support.TUNED], ids=NAMES)
 def test_registers_of_products_live_until_the_wait(launch: support.Launch, per_token: bool, tmp_path: Path) -> None:
     listing, said = machine_code(launch, per_token, tmp_path)
     code = parse(listing)
     heights = sum(16 << i <= launch.tile_m for i in range(4))
     products = sum(instruction.product for instruction in code.instructions)
-    assert products >= heights * launch.consumers * launch.blocks * 4
+    assert products >= heights * 2 * launch.blocks * 4
     assert violations(code) == []
     assert not re.search("C75[0-9][0-9]", said), said  # products that the assembler had to serialize

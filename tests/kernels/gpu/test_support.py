@@ -48,14 +48,17 @@ def test_every_load_has_sizes() -> None:
     launches = [support.triton_launch_for(rows, 32) for rows in (1, 32, 256, 2048, 16384)]
     assert launches[0].block_m == 16
     assert launches[-1].block_m == 128
-    assert support.launch_for(1, 256).tile_m < support.launch_for(16384, 32).tile_m
+    few, some, many = (support.launch_for(rows, 32) for rows in (16, 512, 513))
+    assert [few, some, many] == [launch for *_, launch in support.TUNED]
+    assert support.launch_for(17, 32) is some
+    assert support.launch_for(17, 1) is many
 
 
-@pytest.mark.parametrize("launch", [launch for _, launch in support.TUNED])
+@pytest.mark.parametrize("launch", [launch for *_, launch in support.TUNED])
 def test_sizes_fit_a_multiprocessor(launch: support.Launch) -> None:
-    """227 KiB of shared memory and 64 Ki registers, with 24 for each of the producer's warpgroup of threads."""
-    stage = 4096 * launch.consumers * launch.blocks + 128 * launch.tile_m
-    buffers = launch.consumers * launch.tile_m * 64 * 2
-    assert launch.programs * (launch.stages * stage + buffers + 2048) <= 227 * 1024
-    assert launch.programs * 128 * (launch.consumers * launch.registers + 24) <= 65536
-    assert not launch.turns or launch.consumers == 2
+    """228 KiB of shared memory, 1 of them taken per program, and 64 Ki registers, 24 for each producing thread."""
+    stage = 4096 * 2 * launch.blocks + 128 * launch.tile_m
+    buffers, barriers = 2 * launch.tile_m * 64 * 2, 256
+    assert launch.programs * (launch.stages * stage + buffers + barriers + 1024) <= 228 * 1024
+    assert launch.programs * 128 * (2 * launch.registers + 24) <= 65536
+    assert launch.programs * 384 * (launch.max_registers or 168) <= 65536
