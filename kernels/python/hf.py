@@ -39,7 +39,7 @@ def load_model(
         verify_checksums: Compare every file with its checksum first.
 
     Returns:
-        A `PreTrainedModel` in evaluation mode with `generate`.
+        A `PreTrainedModel` in evaluation mode with `generate`; its attribute `packed` is the opened directory.
 
     Raises:
         CheckpointError: The directory cannot be run, or its tensors are not those of the model; lists all of them.
@@ -64,6 +64,7 @@ def load_model(
     _keep_precision(model)
     if (packed.root / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(packed.root)
+    model.packed = packed
     model.eval()
     return model  # type: ignore[no-any-return]
 

@@ -99,6 +99,16 @@ class PackedCheckpoint(Mapping[str, PackedWeight]):
         spec = self.specs[name]
         return spec if torch.device(self.device).type == "cpu" else reordered_spec(name, spec)
 
+    def forget(self, prefix: str) -> None:
+        """Give back the memory into which tensors whose names begin with `prefix` were mapped.
+
+        They stay usable: their pages are read from the file again when they are needed.
+        """
+        for name, header in self._files.items():
+            if name.startswith(prefix) and header.path in self._maps:
+                entry = header.entries[name]
+                self._maps[header.path].forget(entry.start, entry.spec.nbytes)
+
     def problems(self) -> list[str]:
         """Everything that keeps this directory from being run here."""
         found = []

@@ -15,6 +15,8 @@ A block may be off by the likely error, or by what rounding to the nearest code 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 
@@ -26,8 +28,17 @@ DEVIATIONS = 7.0
 SLACK = 1.1  # of the nearest rounding: scales that were rounded to bf16
 E4M3_HALF_STEP = 2.0**-4  # half a step of 3 mantissa bits, relative to the value
 E4M3_HALF_SUBNORMAL = 2.0**-10  # half of the smallest subnormal, in units of the scale
+RUN = 1 << 20  # elements of a weight that are judged at once
 BF16_HALF_STEP = 2.0**-9
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
+
+
+def row_runs(n: int, k: int, fmt: WeightFormat) -> Iterator[slice]:
+    """Cut the rows of a weight [N, K] into runs of whole blocks, so that temporaries in fp64 stay small."""
+    unit = fmt.block_n or 1
+    step = max(RUN // max(k, 1) // unit, 1) * unit
+    for start in range(0, n, step):
+        yield slice(start, min(start + step, n))
 
 
 def block_view(values: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from tilewright.kernels.tensors import QTensor
 
-from .bounds import E4M3_HALF_STEP, E4M3_HALF_SUBNORMAL, block_view
+from .bounds import E4M3_HALF_STEP, E4M3_HALF_SUBNORMAL, block_view, row_runs
 
 ARITHMETIC = 2.0**-8  # of a code: scales and quotients in bf16, as some tools compute them
 FEWEST = 2  # elements out of line that make a block a stray: one may be a tie that was broken otherwise
@@ -28,6 +28,16 @@ def stray_blocks(reference: torch.Tensor, q: QTensor) -> torch.Tensor:
         q: The candidate, with scales.
     """
     assert q.scales is not None
+    runs = [_count(reference[rows], _rows(q, rows)) for rows in row_runs(len(reference), reference.shape[1], q.format)]
+    counts, sizes, used = (torch.cat(grids) for grids in zip(*runs, strict=True))
+    if counts[used].eq(0).sum() * 2 <= used.sum():
+        return torch.zeros_like(used)
+    return counts >= (sizes * SHARE).clamp_min(FEWEST)
+
+
+def _count(reference: torch.Tensor, q: QTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For each block: elements further than half a step from their code, elements, whether any code is not 0."""
+    assert q.scales is not None
     codes = _signed(q)
     blocks = block_view(codes, q.format)
     steps = block_view(reference, q.format) / q.scales[:, None, :, None]
@@ -37,12 +47,15 @@ def stray_blocks(reference: torch.Tensor, q: QTensor) -> torch.Tensor:
         half = torch.full_like(steps, 0.5)
     outside = (steps - blocks).abs() > half + blocks.abs() * ARITHMETIC
     outside &= ~((blocks.abs() >= q.format.qmax) & (steps.abs() >= blocks.abs()) & (steps.sign() == blocks.sign()))
-    counts = outside.sum((1, 3))
-    used = (blocks != 0).any(3).any(1)
-    if counts[used].eq(0).sum() * 2 <= used.sum():
-        return torch.zeros_like(used)
     sizes = block_view(torch.ones_like(codes), q.format).sum((1, 3))
-    return counts >= (sizes * SHARE).clamp_min(FEWEST)
+    return outside.sum((1, 3)), sizes, (blocks != 0).any(3).any(1)
+
+
+def _rows(q: QTensor, rows: slice) -> QTensor:
+    """Some rows of a matrix, whole blocks of scales."""
+    assert q.scales is not None
+    grid = slice(rows.start // q.format.block_n, -(-rows.stop // q.format.block_n))
+    return QTensor(q.format, q.codes[rows], q.scales[grid], None if q.zeros is None else q.zeros[rows])
 
 
 def _signed(q: QTensor) -> torch.Tensor:

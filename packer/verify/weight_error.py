@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.tensors import QTensor
 
-from .bounds import allowed_error, block_norms
+from .bounds import allowed_error, block_norms, row_runs
 from .strays import stray_blocks
 
 # Where codes were chosen by error feedback, columns make up for each other's errors, so each is off by more than its
@@ -82,22 +83,38 @@ def weight_error(reference: torch.Tensor, candidate: torch.Tensor, fmt: WeightFo
         fmt: Format of the candidate: the grid on which errors are judged.
         exact: Both sides hold the same format, so nothing may be lost.
     """
-    difference = candidate - reference
-    errors = block_norms(difference, fmt)
-    allowed = torch.zeros_like(errors) if exact else allowed_error(reference, fmt)
+    if reference.numel() == 0:
+        return WeightError(0.0, 0.0, 0.0, 0.0, (0, 0))
+    errors, allowed, norms, largest = (
+        torch.cat(grids) for grids in zip(*_grids(reference, candidate, fmt), strict=True)
+    )
+    if exact:
+        allowed = torch.zeros_like(allowed)
     ratios = torch.where(errors == 0, torch.zeros_like(errors), errors / allowed)
     ratios = torch.where(ratios.isnan(), torch.full_like(ratios, math.inf), ratios)
-    norm, error = _norm(block_norms(reference, fmt)), _norm(errors)
-    if ratios.numel() == 0:
-        return WeightError(0.0, 0.0, 0.0, 0.0, (0, 0))
+    norm, error = _norm(norms), _norm(errors)
     row, column = divmod(int(ratios.argmax()), ratios.shape[1])
     return WeightError(
         relative=0.0 if error == 0 else (error / norm if norm else math.inf),
-        largest=float(difference.abs().max()),
+        largest=float(largest.max()),
         bound=_norm(allowed) / norm if norm else 0.0,
         ratio=float(ratios[row, column]),
         block=(row, column),
     )
+
+
+def _grids(
+    reference: torch.Tensor, candidate: torch.Tensor, fmt: WeightFormat
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Error, allowed error and norm of each block of scales, and the largest error, for some rows at a time."""
+    for rows in row_runs(len(reference), reference.shape[1], fmt):
+        difference = candidate[rows] - reference[rows]
+        yield (
+            block_norms(difference, fmt),
+            allowed_error(reference[rows], fmt),
+            block_norms(reference[rows], fmt),
+            difference.abs().amax().reshape(1),
+        )
 
 
 def _norm(norms: torch.Tensor) -> float:

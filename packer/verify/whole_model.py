@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import cast
+from typing import Any
 
 from torch import nn
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 
 from tilewright.kernels.errors import VerifyError
 from tilewright.kernels.hf import load_model
@@ -33,10 +33,14 @@ def compare_directories(sides: Sequence[Side], request: Request, progress: Calla
 
 def stream(checkpoint: Checkpoint, contents: Contents) -> StreamedModel:
     """Packed directories run by the bundled kernels as they lie in the mapped files, all others in fp32."""
-    if packed_modules(checkpoint):
-        return StreamedModel(cast(PreTrainedModel, load_model(checkpoint.root)), _nothing, _nothing)
-    return stream_dequantized(AutoConfig.from_pretrained(checkpoint.root, local_files_only=True), contents)
+    if not packed_modules(checkpoint):
+        return stream_dequantized(AutoConfig.from_pretrained(checkpoint.root, local_files_only=True), contents)
+    model: Any = load_model(checkpoint.root)
 
+    def fill(module: nn.Module, path: str) -> None:
+        """Nothing to do: every tensor is a view of a mapped file."""
 
-def _nothing(module: nn.Module, path: str) -> None:
-    """Packed weights are views of mapped files: there is nothing to fill."""
+    def empty(module: nn.Module, path: str) -> None:
+        model.packed.forget(f"{path}.")
+
+    return StreamedModel(model, fill, empty)

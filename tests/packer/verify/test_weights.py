@@ -167,6 +167,25 @@ def test_error_feedback_is_no_damage() -> None:
         assert not coded_error(weight, damaged, exact=False, feedback=True).sound
 
 
+@pytest.mark.parametrize("fmt", [*SCALED, BF16], ids=lambda fmt: fmt.id)
+def test_large_weights_are_judged_in_runs_of_rows(fmt: WeightFormat, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(6)
+    weight = torch.randn(300, 260)
+    q = rtn(weight, fmt) if fmt.has_scales else QTensor(fmt, weight.bfloat16())
+    if q.scales is not None:
+        q.scales[1, 0] *= 1.2
+    found = []
+    for run in (1 << 20, 3000):
+        monkeypatch.setattr("tilewright.packer.verify.bounds.RUN", run)
+        found.append(coded_error(weight, q, exact=False))
+    assert found[0].strays == found[1].strays
+    assert found[0].largest == found[1].largest
+    if fmt.has_scales:
+        assert found[0].block == found[1].block == (1, 0)
+        assert (found[0].bound, found[0].ratio) == pytest.approx((found[1].bound, found[1].ratio))
+    assert found[0].relative == pytest.approx(found[1].relative)
+
+
 def test_not_finite_fails() -> None:
     weight = torch.randn(64, 256)
     q = rtn(weight, INT8)
