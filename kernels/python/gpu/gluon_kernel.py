@@ -93,10 +93,27 @@ def decode(tiles):
 
 
 @gluon.jit
+def prefetch_scales(p, w_row, last_block, g):
+    """Have the second-level cache fetch the scales of a tile's 64-row blocks for as many groups as 32 lines cover.
+
+    Consumers load them one group ahead, which hides that cache's latency but not the memory's.
+    """
+    TILES: gl.constexpr = CONSUMERS * p.blocks
+    lane = gl.arange(0, 32, gl.BlockedLayout([1], [32], [1], [0]))
+    group = gl.minimum(g + lane // TILES, p.groups - 1)
+    block = w_row // (p.groups * 64) + gl.minimum(lane % TILES, last_block)  # counted over the experts
+    row = (block // (p.n // 64) * p.groups + group) * p.n + block % (p.n // 64) * 64
+    prefetch: gl.constexpr = "prefetch.global.L2 [$1]; mov.b32 $0, 0;"
+    gl.inline_asm_elementwise(prefetch, "=r,l", [(p.scales + row).to(gl.int64)], gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def produce_tile(p, ring, x16, x32, w, turn, w_row, x_row, last_block, HEIGHT: gl.constexpr):
     """Fill the stages of one tile: its weight tiles and `HEIGHT` activation rows each."""
     TILES: gl.constexpr = CONSUMERS * p.blocks
     for g in range(p.groups):
+        if g % (32 // TILES) == 0:
+            prefetch_scales(p, w_row, last_block, g)
         stage = turn % ring.stages
         bar = ring.full.index(stage)
         mbarrier.wait(ring.empty.index(stage), ((turn // ring.stages) & 1) ^ 1)
