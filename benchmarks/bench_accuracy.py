@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,8 +22,13 @@ from transformers import AutoConfig
 
 from tilewright.kernels.formats import FORMATS, WeightFormat
 from tilewright.kernels.tensors import QTensor
+from tilewright.packer.calibrate.fold import Folder
+from tilewright.packer.calibrate.graph import FOLDS
+from tilewright.packer.calibrate.method import Method, Wanted
 from tilewright.packer.calibrate.observe import Observed, observe
+from tilewright.packer.calibrate.store import Solution
 from tilewright.packer.checkpoint import open_checkpoint
+from tilewright.packer.schemes.base import Target
 from tilewright.packer.solvers import SOLVERS
 from tilewright.packer.solvers.blocks import block_amax, encode
 from tilewright.packer.solvers.gptq import ErrorFeedback
@@ -55,11 +60,30 @@ class Variant:
 
     def solve(self, weight: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
         """The values that take the place of a weight."""
-        fmt = FORMATS[SCHEMES[self.scheme]]
-        values = solve(self.solver, weight, hessian, fmt).dequantize()
+        return self._noted(weight, solve(self.solver, weight, hessian, FORMATS[SCHEMES[self.scheme]]).dequantize())
+
+    def _noted(self, weight: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         self.errors[0] += float((values - weight).square().sum(dtype=torch.float64))
         self.errors[1] += float(weight.square().sum(dtype=torch.float64))
         return values
+
+    def fold(self, path: str, modules: Mapping[str, nn.Module], observed: Observed) -> None:
+        """Put solved weights and norms into the layer of a model whose graph is that of Llama."""
+        fmt = FORMATS[SCHEMES[self.scheme]]
+        target = Target(fmt.id, "", torch.bfloat16 if fmt.bits == 4 else torch.float32)
+        copied = {f"{name}.weight": torch.float32 for name in modules}
+        wanted = Wanted(dict.fromkeys(observed.linears, target), frozenset(), copied, FOLDS["llama"])
+        for module in modules.values():
+            for parameter in module.parameters(recurse=False):
+                parameter.data = parameter.data.clone()  # the source's own are put back afterwards
+        solution = Solution()
+        Folder(Method("awq"), wanted, path, modules, observed).fold(solution)
+        for name, values in solution.replaced.items():
+            modules[name.removesuffix(".weight")].weight.data = values
+        for name in observed.linears:
+            weight = modules[name].weight
+            q = solution.weights.get(name) or solve("mse", weight.data, weight.data, fmt)
+            weight.data = self._noted(weight.data, q.dequantize())
 
 
 def solve(solver: str, weight: torch.Tensor, hessian: torch.Tensor, fmt: WeightFormat) -> QTensor:
@@ -94,34 +118,40 @@ def run(model: StreamedModel, calibration: Side, evaluation: Side, variants: Seq
 
 
 def _variants(layer, path, observed: Observed, variants, forward, evaluation, index) -> None:  # type: ignore[no-untyped-def]
-    modules = {name: module for name, module in layer.named_modules(prefix=path) if isinstance(module, nn.Linear)}
     if observed.experts:
         raise SystemExit("this benchmark takes dense models")
-    source = {name: module.weight.data for name, module in modules.items()}
+    modules = dict(layer.named_modules(prefix=path))
+    source = {name: parameter.data for name, parameter in layer.named_parameters(prefix=path)}
     for variant in variants:
-        for name, module in modules.items():
-            module.weight.data = variant.solve(source[name], observed.linears[name].hessian)
+        if variant.solver == "awq":
+            variant.fold(path, modules, observed)
+        else:
+            for name, statistics in observed.linears.items():
+                weight = modules[name].weight
+                weight.data = variant.solve(weight.data, statistics.hessian)
         variant.hidden = forward(variant.hidden, evaluation.calls[index])
-    for name, module in modules.items():
-        module.weight.data = source[name]
+        for name, parameter in layer.named_parameters(prefix=path):
+            parameter.data = source[name]
 
 
-def agreement(model: StreamedModel, evaluation: Side, hidden: torch.Tensor) -> Agreement:
-    """Compare what the source and a variant predict, a few windows at a time."""
-    sums = AgreementSum()
-    for windows, ours, theirs in zip(
-        evaluation.windows.split(4), evaluation.hidden.split(4), hidden.split(4), strict=True
-    ):
+def agreements(model: StreamedModel, evaluation: Side, variants: Sequence[Variant]) -> list[Agreement]:
+    """Compare what the source and each variant predict, a few windows at a time."""
+    sums = [AgreementSum() for _ in variants]
+    for start in range(0, len(evaluation.windows), 4):
+        windows, ours = (x[start : start + 4] for x in (evaluation.windows, evaluation.hidden))
         targets = torch.cat((windows[:, 1:], torch.full_like(windows[:, :1], -1)), dim=1)
-        sums.add(model.head(windows, ours), model.head(windows, theirs), targets)
-    return sums.result()
+        logits = model.head(windows, ours)
+        for total, variant in zip(sums, variants, strict=True):
+            total.add(logits, model.head(windows, variant.hidden[start : start + 4]), targets)
+    return [total.result() for total in sums]
 
 
 def table(model: StreamedModel, evaluation: Side, variants: Sequence[Variant]) -> str:
     """Everything measured, as Markdown."""
-    found = {(v.scheme, v.solver): agreement(model, evaluation, v.hidden) for v in variants}
+    results = agreements(model, evaluation, variants)
+    found = {(v.scheme, v.solver): result for v, result in zip(variants, results, strict=True)}
     lines = ["| " + " | ".join(COLUMNS) + " |", "|---|---|" + "---:|" * (len(COLUMNS) - 2)]
-    lines.append(f"| source | | {next(iter(found.values())).reference_perplexity:.3f} | 0 | 100% | 0 | |")
+    lines.append(f"| source | | {results[0].reference_perplexity:.3f} | 0 | 100% | 0 | |")
     for variant in variants:
         result, rtn = found[variant.scheme, variant.solver], found.get((variant.scheme, "rtn"))
         closed = f"{1 - result.kl / rtn.kl:.0%}" if rtn and variant.solver != "rtn" else ""
@@ -142,7 +172,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=24)
     parser.add_argument("--window", type=int, default=128)
     parser.add_argument("--schemes", nargs="*", default=["block-fp8", "int8", "int4 g64", "int4 g32"], choices=SCHEMES)
-    parser.add_argument("--solvers", nargs="*", default=["rtn", "mse", "gptq"])
+    parser.add_argument("--solvers", nargs="*", default=["rtn", "mse", "awq", "gptq"])
     parser.add_argument("--results", type=Path)
     options = parser.parse_args()
     tokens = read_tokens(options.model, options.text)

@@ -19,6 +19,7 @@ from tilewright.kernels.tensors import QTensor
 from tilewright.packer.solvers import SOLVERS
 from tilewright.packer.solvers.blocks import block_amax, encode
 from tilewright.packer.solvers.gptq import ErrorFeedback
+from tilewright.packer.solvers.smooth import Reader, channel_exponents
 
 N, K, TOKENS = 512, 1024, 4096
 WEIGHTS = {"Gauss": None, "Student t, 4 degrees of freedom": 4.0, "Student t, 3": 3.0}
@@ -42,18 +43,22 @@ def inputs(outliers: int) -> torch.Tensor:
     return x
 
 
-def solved(w: torch.Tensor, x: torch.Tensor, fmt: WeightFormat) -> Iterator[tuple[str, QTensor, float]]:
-    """Name, result and seconds of each solver."""
+def solved(w: torch.Tensor, x: torch.Tensor, fmt: WeightFormat) -> Iterator[tuple[str, torch.Tensor, float]]:
+    """Name, resulting values and seconds of each solver."""
     scale_dtype = torch.bfloat16 if fmt.bits == 4 else torch.float32
     for name, solver in SOLVERS.items():
         began = time.perf_counter()
         scales = solver.scales(w, block_amax(w, fmt), fmt, scale_dtype)
-        yield name, QTensor(fmt, encode(w, scales, fmt), scales), time.perf_counter() - began
+        yield name, QTensor(fmt, encode(w, scales, fmt), scales).dequantize(), time.perf_counter() - began
     hessian = x.T @ x
+    began = time.perf_counter()
+    reader = Reader(w, fmt, scale_dtype)
+    factors = torch.exp2(channel_exponents([reader], hessian, SOLVERS["mse"]).float())
+    yield "awq", reader.quantized(factors, SOLVERS["mse"]).dequantize() / factors, time.perf_counter() - began
     for name, order in (("gptq, natural order", False), ("gptq", True)):
         began = time.perf_counter()
         q = ErrorFeedback(SOLVERS["mse"], act_order=order).solve(w, hessian, fmt, scale_dtype)
-        yield name, q, time.perf_counter() - began
+        yield name, q.dequantize(), time.perf_counter() - began
 
 
 def main() -> None:
@@ -70,8 +75,8 @@ def main() -> None:
             exact = float((unseen @ w.T).norm())
             for fmt in (FORMATS[name] for name in options.formats):
                 row = {
-                    name: (float((unseen @ (q.dequantize() - w).T).norm()) / exact, seconds)
-                    for name, q, seconds in solved(w, seen, fmt)
+                    name: (float((unseen @ (values - w).T).norm()) / exact, seconds)
+                    for name, values, seconds in solved(w, seen, fmt)
                 }
                 if not lines:
                     lines += [

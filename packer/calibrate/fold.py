@@ -58,8 +58,8 @@ class Folder:
             if norm is None or not targets or not self._movable(fold, readers):
                 continue
             exponents = channel_exponents(
-                [self._reader(matrix) for matrix in targets], self._hessian(fold), SOLVERS["rtn"]
-            )  # nearly the choice that `inner` would make, many times as fast
+                [self._reader(matrix) for matrix in targets], self._hessian(fold), SOLVERS[self.method.inner]
+            )
             weight = norm.weight
             assert isinstance(weight, torch.Tensor)
             exponents[weight == 0] = 0  # so that the exponents can be read off the norm
