@@ -21,6 +21,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils.logging import disable_progress_bar
 
 import tilewright
 from tilewright.cli.main import load
@@ -33,11 +34,15 @@ COLUMNS = ("scheme", "size", "bits/weight", "quantize", "pack", "perplexity", "K
 WIDTHS = (10, 8, 11, 8, 6, 10, 8, 7, 7, 6)
 
 
+NOTES: dict[str, None] = {}  # what the commands said on stderr, once each
+
+
 def command(name: str, *arguments: object) -> tuple[Any, float]:
     """Run a command with --json; its document and the seconds it took."""
-    began, out = time.perf_counter(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):  # 3: below the threshold, as the JSON says
+    began, out, err = time.perf_counter(), io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.suppress(SystemExit):
         load(name).main([str(argument) for argument in (*arguments, "--json")], standalone_mode=False)
+    NOTES.update(dict.fromkeys(err.getvalue().splitlines()))
     return json.loads(out.getvalue()), time.perf_counter() - began
 
 
@@ -98,6 +103,7 @@ def main() -> int:
     options.output.mkdir(parents=True)
     print(f"Tilewright {tilewright.__version__}: packed models, run by the bundled kernels, against their source")
     print(f"on {options.windows} windows of 128 bytes of unseen text. Everything lands in {options.output}/.")
+    disable_progress_bar()
     torch.set_num_threads(1)  # these layers are too small to share
     failed = False
     for name in options.models:
@@ -112,21 +118,12 @@ def main() -> int:
             failed |= found["verdict"] != "pass"
             print(row(cells), flush=True)
             lines.append((scheme, generate(tilewright.load_model(packed), tokenizer)))
-        print(
-            row((
-                "source",
-                size(source["nbytes"]),
-                f"{source['bits']:.2f}",
-                "",
-                "",
-                f"{found['model']['overall']['reference_perplexity']:.4f}",
-                "",
-                "",
-                "",
-                "",
-            ))
-        )
-        print("", *(f"  {label:<10}  {text}" for label, text in lines), sep="\n")
+        perplexity = f"{found['model']['overall']['reference_perplexity']:.4f}"
+        blank = ("",) * 4
+        print(row(("source", size(source["nbytes"]), f"{source['bits']:.2f}", *blank[:2], perplexity, *blank)))
+        print("", *(f"  {note}" for note in NOTES), sep="\n", end="\n\n" if NOTES else "\n")
+        NOTES.clear()
+        print(*(f"  {label:<10}  {text}" for label, text in lines), sep="\n")
     return 3 if failed else 0
 
 

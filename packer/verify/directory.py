@@ -12,7 +12,7 @@ import torch
 
 from tilewright.kernels.errors import VerifyError
 from tilewright.kernels.formats import FORMATS
-from tilewright.kernels.module_spec import ModuleSpec
+from tilewright.kernels.module_spec import Cut, ModuleSpec
 from tilewright.kernels.tensors import QTensor
 
 from ..architectures import architecture_of, text_config
@@ -38,6 +38,13 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         VerifyError: Something in it cannot be read as a weight; lists everything.
     """
     packed = packed_modules(checkpoint)
+    for header in checkpoint.headers.values():
+        cut = Cut.from_json(header.metadata["tilewright.cut"]) if "tilewright.cut" in header.metadata else Cut()
+        if cut.ranks > 1:
+            raise VerifyError(
+                f"{checkpoint.root}: holds the share of rank {cut.rank} of {cut.ranks}, not a model",
+                hint="verify the uncut packed directory: a cut moves weights and changes none",
+            )
     weights = _packed_weights(checkpoint, packed) if packed else _stored_weights(checkpoint)
     tied = text_config(checkpoint.config).get("tie_word_embeddings", checkpoint.config.get("tie_word_embeddings"))
     return Contents(

@@ -10,7 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tilewright.kernels.module_spec import ModuleSpec
+from tilewright.kernels.errors import VerifyError
+from tilewright.kernels.module_spec import Cut, ModuleSpec
 from tilewright.packer.checkpoint import open_checkpoint
 from tilewright.packer.pack import plan_pack
 from tilewright.packer.pack_target import CpuTarget
@@ -122,3 +123,10 @@ def test_a_bias_comes_back_in_its_dtype(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(source)
     execute(plan_pack(checkpoint, CpuTarget()), checkpoint, tmp_path / "packed")
     assert all(result.status == "equal" for result in results(source, tmp_path / "packed"))
+
+
+def test_a_share_of_a_model_is_refused(quantized: Quantize, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(quantized(QWEN, "int8"))
+    execute(plan_pack(checkpoint, CpuTarget(), Cut(ep=(1, 2))), checkpoint, tmp_path / "rank-1")
+    with pytest.raises(VerifyError, match="the share of rank 1 of 2"):
+        read_contents(open_checkpoint(tmp_path / "rank-1"))
