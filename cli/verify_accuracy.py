@@ -62,6 +62,8 @@ def verify_accuracy(
         raise click.UsageError("--level model needs --text FILE")
     if what["decode_steps"] >= what["window"]:
         raise click.UsageError(f"--decode-steps {what['decode_steps']} must be less than --window {what['window']}")
+    if report and not report.parent.is_dir():
+        raise click.UsageError(f"--report {report}: there is no directory {report.parent}")
 
     from tilewright.kernels.errors import VerifyError
     from tilewright.packer.verify.job import Request, verify

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tilewright.kernels.errors import VerifyError
+
 from .distributions import AgreementSum
 from .results import LayerDrift, ModelResult
 from .stream import Call, StreamedModel
@@ -51,12 +53,17 @@ def compare_models(
 
     Args:
         reference: The source.
-        candidate: What is verified; as many layers.
+        candidate: What is verified.
         windows: int64 [B, T] tokens.
         decode_steps: Last tokens of each window that are fed one at a time (teacher forcing).
         progress: Told the layers done and their number.
+
+    Raises:
+        VerifyError: They are not equally deep.
     """
     sides = (reference, candidate)
+    if reference.depth != candidate.depth:
+        raise VerifyError(f"the candidate has {candidate.depth} decoder layers, the reference {reference.depth}")
     steps = [windows.shape[1] - decode_steps] + [1] * decode_steps
     with torch.inference_mode():
         batches = [_begin(sides, part, steps) for part in windows.split(max(1, BATCH_TOKENS // windows.shape[1]))]

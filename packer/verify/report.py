@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tilewright.kernels.errors import VerifyError
+
 TEMPLATE = Path(__file__).with_name("report.html")
 PLACE = "/*DATA*/"
 
@@ -18,7 +20,14 @@ def render(document: dict[str, Any]) -> str:
 
 
 def write_report(document: dict[str, Any], path: Path) -> None:
-    """Write the page under `path`, complete or not at all."""
+    """Write the page under `path`, complete or not at all.
+
+    Raises:
+        VerifyError: It cannot be written there.
+    """
     draft = path.with_name(f".{path.name}.part")
-    draft.write_text(render(document), encoding="utf-8")
-    draft.replace(path)
+    try:
+        draft.write_text(render(document), encoding="utf-8")
+        draft.replace(path)
+    except OSError as error:
+        raise VerifyError(f"{path}: the report cannot be written: {error.strerror}") from error

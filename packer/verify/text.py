@@ -44,5 +44,11 @@ def read_tokens(model: Path, text: Path) -> torch.Tensor:
         content = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise VerifyError(f"{text}: cannot be read as UTF-8 text: {error}") from error
-    tokenizer = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
-    return torch.tensor(tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"], dtype=torch.int64)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise VerifyError(f"{model}: no tokenizer that transformers reads: {error}") from error
+    ids = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
+    if content and not ids:
+        raise VerifyError(f"{model}: no tokenizer there makes tokens of the text", hint="is tokenizer.json missing?")
+    return torch.tensor(ids, dtype=torch.int64)

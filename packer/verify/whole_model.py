@@ -34,7 +34,12 @@ def compare_directories(sides: Sequence[Side], request: Request, progress: Calla
 def stream(checkpoint: Checkpoint, contents: Contents) -> StreamedModel:
     """Packed directories run by the bundled kernels as they lie in the mapped files, all others in fp32."""
     if not packed_modules(checkpoint):
-        return stream_dequantized(AutoConfig.from_pretrained(checkpoint.root, local_files_only=True), contents)
+        try:
+            config = AutoConfig.from_pretrained(checkpoint.root, local_files_only=True)
+        except (OSError, ValueError) as error:
+            hint = "levels weights and layers need no architecture"
+            raise VerifyError(f"{checkpoint.root}: transformers cannot build this model: {error}", hint=hint) from error
+        return stream_dequantized(config, contents)
     model: Any = load_model(checkpoint.root)
 
     def fill(module: nn.Module, path: str) -> None:

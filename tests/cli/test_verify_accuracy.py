@@ -90,6 +90,10 @@ def test_thresholds_of_layers_and_models(packed: Path, capfd: pytest.CaptureFixt
 def test_usage_and_refusals(int8: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert leave("verify-accuracy", QWEN, int8, "--level", "model") == 2
     assert leave("verify-accuracy", QWEN, int8, "--window", 4, "--decode-steps", 4) == 2
+    assert leave("verify-accuracy", QWEN, int8, "--report", tmp_path / "none" / "report.html") == 2
+    (tmp_path / "taken.html").mkdir()
+    assert leave("verify-accuracy", QWEN, int8, "--report", tmp_path / "taken.html") == 1
+    assert "taken.html: the report cannot be written" in capfd.readouterr().err
     assert leave("verify-accuracy", QWEN, tmp_path / "nowhere") == 1
     assert "nowhere" in capfd.readouterr().err
     short = tmp_path / "short.txt"
@@ -98,6 +102,24 @@ def test_usage_and_refusals(int8: Path, tmp_path: Path, capfd: pytest.CaptureFix
     assert "9 tokens, one window needs 128" in capfd.readouterr().err
     assert leave("verify-accuracy", QWEN, int8, "--level", "model", "--text", tmp_path / "none.txt") == 1
     assert "none.txt" in capfd.readouterr().err
+
+
+def test_models_that_transformers_cannot_build(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    bare, odd = tmp_path / "bare", tmp_path / "odd"
+    for copy in (bare, odd):
+        shutil.copytree(QWEN, copy)
+    (bare / "tokenizer.json").unlink()
+    (bare / "tokenizer_config.json").unlink()
+    config = json.loads((QWEN / "config.json").read_text()) | {"num_hidden_layers": 3}
+    (odd / "config.json").write_text(json.dumps(config))
+    options = ("--level", "model", "--text", TEXT, "--windows", 1, "--window", 8)
+    assert leave("verify-accuracy", bare, bare, *options) == 1
+    assert "no tokenizer" in capfd.readouterr().err
+    assert leave("verify-accuracy", QWEN, odd, *options) == 1
+    assert "the candidate has 3 decoder layers, the reference 4" in capfd.readouterr().err
+    (odd / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of"}))
+    assert leave("verify-accuracy", QWEN, odd, *options) == 1
+    assert "transformers cannot build this model" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["plain", "quantized", "packed"])
