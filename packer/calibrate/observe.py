@@ -48,7 +48,7 @@ class ExpertInputs:
         Returns:
             fp32 [T', H] tokens, and fp32 [T'] how much each counts: 1, or `BORROWED`.
         """
-        tokens, chosen = torch.cat(self.tokens), torch.cat(self.chosen)
+        tokens, chosen = self._joined()
         mine = (chosen == expert).any(1)
         own, others = mine.nonzero().flatten(), (~mine).nonzero().flatten()
         lacking = min(max(ENOUGH - len(own), 0), len(others))
@@ -56,6 +56,12 @@ class ExpertInputs:
         rows = torch.cat((own, others[positions]))
         weights = torch.cat((torch.ones(len(own)), torch.full((lacking,), BORROWED)))
         return tokens[rows].to(torch.float32), weights
+
+    def _joined(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """All tokens and choices; batches are joined once, not for every expert."""
+        if len(self.tokens) > 1:
+            self.tokens[:], self.chosen[:] = [torch.cat(self.tokens)], [torch.cat(self.chosen)]
+        return self.tokens[0], self.chosen[0]
 
     def inner(self, expert: int, inputs: torch.Tensor) -> torch.Tensor:
         """What the down projection of an expert is fed for `inputs` [T', H] of the expert: [T', I]."""
