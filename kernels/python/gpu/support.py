@@ -58,7 +58,7 @@ class TritonLaunch:
 # weight rows then occupy more multiprocessors.
 TUNED: tuple[tuple[float, float, Launch], ...] = (
     (16, 16, Launch(blocks=1, tile_m=32, stages=8, registers=104, programs=2, max_registers=80)),
-    (float("inf"), 16, Launch(blocks=2, tile_m=32, stages=5, registers=104, programs=2, max_registers=80)),
+    (float("inf"), 16, Launch(blocks=2, tile_m=32, stages=4, registers=104, programs=2, max_registers=80)),
     (float("inf"), float("inf"), Launch(blocks=2, tile_m=128, stages=6, registers=240)),
 )
 # Most rows per expert, on average, that a line is for.
