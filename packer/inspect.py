@@ -21,8 +21,8 @@ from .checkpoint import Checkpoint
 from .manifest import read_manifest
 from .model_config import announced_mtp, mtp_tensors
 from .naming import canonical
-from .packed_modules import packed_modules
-from .sources import quantization_config, take_inventory
+from .packed_modules import packed_modules, stored_inventory
+from .sources import quantization_config
 from .stacks import container_of
 
 ACTIVATION_SUFFIXES = (".input_scale", ".activation_scale", ".input_zero_point")  # of activations, not weights
@@ -136,7 +136,7 @@ def inspect(checkpoint: Checkpoint, path: str) -> Inspection:
     """
     modules = packed_modules(checkpoint)
     reasons = _reasons(checkpoint)
-    items = tuple(_packed_items(checkpoint, modules) if modules else _stored_items(checkpoint, reasons))
+    items = (*_packed_items(checkpoint, modules), *_stored_items(checkpoint, reasons))
     block = quantization_config(checkpoint.config)
     kind: Kind = "packed" if modules else "quantized" if any(item.quantized for item in items) else "plain"
     parameters, nbytes = sum(item.parameters for item in items), sum(item.nbytes for item in items)
@@ -161,27 +161,18 @@ def inspect(checkpoint: Checkpoint, path: str) -> Inspection:
 
 def _packed_items(checkpoint: Checkpoint, modules: Mapping[str, ModuleSpec]) -> Iterator[Item]:
     architecture = architecture_of(checkpoint.config)
-    owned = set()
     for name, spec in modules.items():
-        tensors = {f"{name}.{suffix}": tensor for suffix, tensor in spec.tensors().items()}
-        owned |= set(tensors)
         role: Role = "expert" if len(spec.shape) == 3 else architecture.role(name)
-        nbytes = sum(tensor.nbytes for tensor in tensors.values())
+        nbytes = sum(tensor.nbytes for tensor in spec.tensors().values())
         reason = "" if spec.format.has_scales else KEPT.get(role, "16 bits in its source")
         yield Item(
             name, role, spec.format.id, spec.layout.id, math.prod(spec.shape), nbytes, spec.format.has_scales, reason
         )
-    reasons = _reasons(checkpoint)
-    for name in checkpoint.files:
-        if name not in owned:
-            yield _loose(checkpoint, name, reasons)
 
 
 def _stored_items(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> Iterator[Item]:
     architecture = architecture_of(checkpoint.config)
-    inventory = take_inventory({name: checkpoint.spec(name) for name in checkpoint.files}, checkpoint.config)
-    if inventory.rejects:
-        raise CheckpointError(f"{checkpoint.root}: cannot be read:\n  " + "\n  ".join(map(str, inventory.rejects)))
+    inventory = stored_inventory(checkpoint)
     for weight in inventory.weights:
         module = canonical(weight.module)
         role: Role = "expert" if len(weight.shape) == 3 and container_of(module) else architecture.role(module)

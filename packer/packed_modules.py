@@ -1,12 +1,14 @@
-"""What the shards of a checkpoint say about packed modules."""
+"""What the shards of a checkpoint say about packed modules, and what lies beside them."""
 
 from __future__ import annotations
 
 import json
 
+from tilewright.kernels.errors import CheckpointError
 from tilewright.kernels.module_spec import ModuleSpec
 
 from .checkpoint import Checkpoint
+from .sources import Inventory, quantization_config, take_inventory
 
 
 def packed_modules(checkpoint: Checkpoint) -> dict[str, ModuleSpec]:
@@ -16,3 +18,20 @@ def packed_modules(checkpoint: Checkpoint) -> dict[str, ModuleSpec]:
         for header in checkpoint.headers.values()
         for name, fields in json.loads(header.metadata.get("tilewright.modules", "{}")).items()
     }
+
+
+def stored_inventory(checkpoint: Checkpoint) -> Inventory:
+    """Everything that is stored as checkpoints store it: all of one that is not packed, else what no module holds.
+
+    Raises:
+        CheckpointError: Some of it cannot be read as weights; lists it.
+    """
+    modules = packed_modules(checkpoint)
+    owned = {f"{name}.{suffix}" for name, spec in modules.items() for suffix in spec.tensors()}
+    config = dict(checkpoint.config)
+    if modules:  # what is left keeps the spelling of the checkpoint that was packed
+        config["quantization_config"] = quantization_config(config).get("source")
+    inventory = take_inventory({name: checkpoint.spec(name) for name in checkpoint.files if name not in owned}, config)
+    if inventory.rejects:
+        raise CheckpointError(f"{checkpoint.root}: cannot be read:\n  " + "\n  ".join(map(str, inventory.rejects)))
+    return inventory

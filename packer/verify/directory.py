@@ -19,9 +19,8 @@ from ..architectures import architecture_of, text_config
 from ..checkpoint import Checkpoint
 from ..manifest import solver_of
 from ..naming import canonical
-from ..packed_modules import packed_modules
+from ..packed_modules import packed_modules, stored_inventory
 from ..plan import Source
-from ..sources import take_inventory
 from ..sources.base import Reader, SourceWeight
 from ..stacks import StackLayout, TransposedReader, container_of, decide, output_rows
 from .contents import Contents, Weight
@@ -45,7 +44,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
                 f"{checkpoint.root}: holds the share of rank {cut.rank} of {cut.ranks}, not a model",
                 hint="verify the uncut packed directory: a cut moves weights and changes none",
             )
-    weights = _packed_weights(checkpoint, packed) if packed else _stored_weights(checkpoint)
+    weights = (*_packed_weights(checkpoint, packed), *_stored_weights(checkpoint))
     tied = text_config(checkpoint.config).get("tie_word_embeddings", checkpoint.config.get("tie_word_embeddings"))
     return Contents(
         title=str(checkpoint.root),
@@ -76,10 +75,8 @@ def _plain(checkpoint: Checkpoint, name: str) -> Weight:
 
 
 def _stored_weights(checkpoint: Checkpoint) -> Iterator[Weight]:
-    """Weights of a plain or quantized checkpoint."""
-    inventory = take_inventory({name: checkpoint.spec(name) for name in checkpoint.files}, checkpoint.config)
-    if inventory.rejects:
-        raise VerifyError(f"{checkpoint.root}: cannot be read:\n  " + "\n  ".join(map(str, inventory.rejects)))
+    """Weights that are stored as checkpoints store them."""
+    inventory = stored_inventory(checkpoint)
     stacks: dict[str, list[SourceWeight]] = {}
     for weight in inventory.weights:
         container = container_of(weight.module) if len(weight.shape) == 3 else None
@@ -143,17 +140,12 @@ def _encoded(
 
 
 def _packed_weights(checkpoint: Checkpoint, modules: dict[str, ModuleSpec]) -> Iterator[Weight]:
-    """Weights of a packed checkpoint: modules taken apart into the matrices that they were made of."""
-    owned = set()
+    """Packed modules, taken apart into the matrices that they were made of."""
     for module, spec in modules.items():
         names = {suffix: f"{module}.{suffix}" for suffix in spec.tensors()}
         if missing := [name for name in names.values() if name not in checkpoint.files]:
             raise VerifyError(f"{checkpoint.root}: packed module `{module}` lacks `{missing[0]}`")
-        owned |= set(names.values())
         yield from _packed_module(checkpoint, module, spec, names)
-    for name in checkpoint.files:
-        if name not in owned and not name.endswith(ACTIVATION_SUFFIXES):
-            yield _plain(checkpoint, name)
 
 
 def _packed_module(checkpoint: Checkpoint, module: str, spec: ModuleSpec, names: dict[str, str]) -> Iterator[Weight]:

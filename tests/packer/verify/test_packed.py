@@ -14,7 +14,7 @@ from tilewright.kernels.errors import VerifyError
 from tilewright.kernels.module_spec import Cut, ModuleSpec
 from tilewright.packer.checkpoint import open_checkpoint
 from tilewright.packer.pack import plan_pack
-from tilewright.packer.pack_target import CpuTarget
+from tilewright.packer.pack_target import CpuTarget, GpuTarget
 from tilewright.packer.packed_modules import packed_modules
 from tilewright.packer.pipeline import execute
 from tilewright.packer.verify.directory import read_contents
@@ -49,6 +49,18 @@ def test_packing_is_sound_and_loses_nothing(model: str, scheme: str, packed: Pac
     assert [result for result in found if result.failed] == []
     assert sorted(result.name for result in found) == sorted(load_file(MODELS / model / "model.safetensors"))
     assert all(result.status == "equal" for result in results(quantized(model, scheme), packed(model, scheme)))
+
+
+@pytest.mark.parametrize("target", [GpuTarget(), GpuTarget("gpu-cutlass-w4")], ids=lambda target: str(target.preferred))
+def test_packed_experts_beside_unpacked_layers(target: GpuTarget, quantized: Quantize, tmp_path: Path) -> None:
+    """A GPU directory packs experts alone: block-FP8 Linears beside them are still those of the checkpoint."""
+    source = quantized(DEEPSEEK, "w4afp8")
+    checkpoint = open_checkpoint(source)
+    execute(plan_pack(checkpoint, target), checkpoint, tmp_path / "gpu")
+    found = results(MODELS / DEEPSEEK, tmp_path / "gpu")
+    assert [result for result in found if result.failed] == []
+    assert {result.format for result in found} == {"int4-g128", "fp8", None}
+    assert all(result.status == "equal" for result in results(source, tmp_path / "gpu"))
 
 
 def scale_of(tensors: Tensors, module: str) -> torch.Tensor:
