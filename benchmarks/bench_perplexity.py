@@ -1,0 +1,121 @@
+"""Perplexity of a dense model as the kernels run it, beside an exact simulation of the same scheme and the source.
+
+    python benchmarks/bench_perplexity.py MODEL TEXT --out benchmarks/results/model-perplexity
+
+The simulation takes the packed codes and scales as values, rounds activations as the scheme does, and multiplies and
+sums in float64; everything else of the model is the same. The source runs in bf16 through transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from bench_linear import machine
+from bench_model import SCHEMES, command
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+import tilewright
+from tilewright.kernels.modules import PackedLinear
+from tilewright.kernels.reference import quantize_rows
+from tilewright.packer.verify.text import evenly_spaced_windows, read_tokens
+
+INT8_ACTIVATIONS = {"int8", "int4-g32", "int4-g64", "int4-g128"}
+
+
+class Simulated(nn.Module):
+    """The values that a packed matrix stands for, times activations rounded as its operator rounds them."""
+
+    def __init__(self, packed: PackedLinear) -> None:
+        super().__init__()
+        spec = packed.spec
+        qtensor = spec.layout.unpack(dict(packed.named_buffers()), spec.format, spec.shape, spec.parts)
+        self.values = qtensor.dequantize().double()
+        self.bias = packed.bias
+        self.int8 = spec.format.id in INT8_ACTIVATIONS
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.to(torch.bfloat16).double()
+        if self.int8:
+            codes, scale = quantize_rows(x.reshape(-1, x.shape[-1]))
+            rows = (codes.double() * scale.double()).view(x.shape)
+        return F.linear(rows, self.values, self.bias if self.bias is None else self.bias.double()).to(x.dtype)
+
+
+def perplexity(model: nn.Module, windows: torch.Tensor) -> float:
+    """exp of the mean negative log-likelihood of every token of a window but its first."""
+    total = 0.0
+    for batch in windows.split(4):
+        logits = model(batch).logits[:, :-1].float()
+        total += float(F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten(), reduction="sum"))
+    return math.exp(total / windows[:, 1:].numel())
+
+
+def measure(source: Path, scheme: str, windows: torch.Tensor) -> tuple[float, float]:
+    """Perplexity of a packed model, and of its simulation."""
+    with tempfile.TemporaryDirectory() as folder:
+        quantized, packed = Path(folder) / "quantized", Path(folder) / "packed"
+        command("quantize-model", source, quantized, "--scheme", scheme, "--solver", "rtn", *SCHEMES[scheme])
+        command("pack-for-cpu", quantized, packed)
+        model = tilewright.load_model(packed)
+        runs = perplexity(model, windows)
+        for name, module in list(model.named_modules()):
+            if isinstance(module, PackedLinear):
+                model.set_submodule(name, Simulated(module))
+        return runs, perplexity(model, windows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", type=Path)
+    parser.add_argument("text", type=Path)
+    parser.add_argument("--schemes", nargs="+", default=list(SCHEMES), choices=SCHEMES)
+    parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--window", type=int, default=128, help="tokens in each")
+    parser.add_argument("--out", type=Path, help="path of the results without suffix")
+    options = parser.parse_args()
+    logging.disable_progress_bar()
+    windows = evenly_spaced_windows(read_tokens(options.model, options.text), options.windows, options.window)
+    record: dict[str, dict[str, float]] = {}
+    lines = ["| scheme | kernels | simulation | difference | above the source |", "|---|---:|---:|---:|---:|"]
+    with torch.inference_mode():
+        own = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16, local_files_only=True).eval()
+        source = perplexity(own, windows)
+        lines.append(f"| source, bf16 | {source:.4f} | | | |")
+        for scheme in options.schemes:
+            began = time.monotonic()
+            runs, simulated = measure(options.model, scheme, windows)
+            record[scheme] = {"kernels": runs, "simulation": simulated}
+            name = " g".join([scheme, *SCHEMES[scheme][1:]])
+            lines.append(
+                f"| {name} | {runs:.4f} | {simulated:.4f} | {runs / simulated - 1:+.3%} | {runs / source - 1:+.2%} |"
+            )
+            print(f"{lines[-1]} {time.monotonic() - began:.0f} s", flush=True)
+    about = machine()
+    text = (
+        "# Perplexity as run, and as simulated in float64\n\n"
+        f"Machine: {', '.join(f'{key} {value}' for key, value in about.items())}.\n\n"
+        f"Command: `python benchmarks/bench_perplexity.py {' '.join(sys.argv[1:])}`.\n\n"
+        f"{options.model.name}, {options.text.name}: {options.windows} windows of {options.window} tokens, evenly "
+        "spaced; scales by rounding to nearest (`--solver rtn`).\n\n"
+    )
+    print(text := text + "\n".join(lines) + "\n")
+    if options.out:
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.with_suffix(".json").write_text(
+            json.dumps({"machine": about, "source": source, "schemes": record}, indent=1) + "\n"
+        )
+        options.out.with_suffix(".md").write_text(text)
+
+
+if __name__ == "__main__":
+    main()
