@@ -15,6 +15,7 @@ import contextlib
 import inspect
 import io
 import json
+import os
 import statistics
 import sys
 import tempfile
@@ -36,6 +37,7 @@ from tilewright.cli.main import load
 from tilewright.kernels.modules import PackedExperts, PackedLinear
 
 SCHEMES = {"int8": [], "int4": ["--group-size", "64"], "block-fp8": []}
+LIMITS = ("TILEWRIGHT_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "OMP_NUM_THREADS")
 POOL = 1 << 25
 clock = time.perf_counter
 QWEN3_MOE = {
@@ -51,7 +53,7 @@ QWEN3_MOE = {
     "num_experts": 32,
     "num_experts_per_tok": 8,
     "norm_topk_prob": True,
-    "vocab_size": 32768,
+    "vocab_size": 12800,  # as large, beside 4 layers, as that of Qwen3-30B-A3B beside its 48
     "max_position_embeddings": 4096,
     "hidden_act": "silu",
     "tie_word_embeddings": False,
@@ -339,7 +341,9 @@ def main() -> None:
             print(f"{source.name}: ready after {time.monotonic() - began:.0f} s", flush=True)
             tables[source.name] = measure(found, options.prompt, options.tokens, options.seconds)
             del found
-    text = markdown(about, "python benchmarks/bench_model.py " + " ".join(sys.argv[1:]), tables, options.prompt)
+    limits = [f"{name}={os.environ[name]}" for name in LIMITS if name in os.environ]
+    invocation = " ".join([*limits, "python benchmarks/bench_model.py", *sys.argv[1:]])
+    text = markdown(about, invocation, tables, options.prompt)
     print(text, f"{time.monotonic() - began:.0f} s", sep="\n")
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
