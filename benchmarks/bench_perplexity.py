@@ -138,8 +138,8 @@ def main() -> None:
         f"Machine: {', '.join(f'{key} {value}' for key, value in about.items())}.\n\n"
         f"Command: `python benchmarks/bench_perplexity.py {' '.join(sys.argv[1:])}`.\n\n"
         f"{options.model.name}, {options.text.name}: {options.windows} windows of {options.window} tokens, evenly "
-        "spaced; scales by rounding to nearest (`--solver rtn`). Noise: up to one unit in the last place added to one in "
-        "10,000 outputs of the matrices, for each seed; less than its size says nothing about a kernel.\n\n"
+        "spaced; scales by rounding to nearest (`--solver rtn`). Noise: up to one unit in the last place added to one "
+        "in 10,000 outputs of the matrices, for each seed; less than its size says nothing about a kernel.\n\n"
     )
     print(text := text + "\n".join(lines) + "\n")
     if options.out:
