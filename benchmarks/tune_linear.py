@@ -17,16 +17,26 @@ from benchmarks.bench_linear import KINDS, Call, Probes, shape_of, weights
 
 from tilewright.kernels import ops
 
-FIELDS = ["bf16_chunk", "int8_chunk", "streaming_bytes", "task_rows", "task_blocks", "weights_ahead", "steps_ahead"]
+FIELDS = [
+    "bf16_chunk",
+    "int8_chunk",
+    "streaming_bytes",
+    "task_rows",
+    "task_blocks",
+    "weights_ahead",
+    "turn",
+    "joint_blocks",
+]
 OWN: dict[str, int] = {}
 AHEAD = [OWN, *({"weights_ahead": size} for size in (0, 1024, 2048, 8192, 16384))]
-FEW_ROWS = [*AHEAD, {"steps_ahead": 0}, {"steps_ahead": 4}, {"bf16_chunk": 128, "int8_chunk": 128}]
+FEW_ROWS = [*AHEAD, {"turn": 0}, {"turn": 256}]
 MANY_ROWS = [
     OWN,
-    *({"steps_ahead": steps} for steps in (0, 1, 3, 4)),
-    *({"bf16_chunk": columns, "int8_chunk": 2 * columns} for columns in (128, 384, 512, 1024, 4096)),
+    *({"turn": size} for size in (0, 64, 256, 512)),
+    *({"turn": size, "joint_blocks": 2} for size in (64, 128, 256)),
+    *({"bf16_chunk": columns, "int8_chunk": 2 * columns} for columns in (256, 1024, 2048, 4096)),
     *({"task_rows": rows} for rows in (128, 512)),
-    *({"task_blocks": blocks} for blocks in (1, 2, 8, 16)),
+    *({"task_blocks": blocks} for blocks in (2, 4, 16)),
     {"weights_ahead": 0},
     {"streaming_bytes": 0},
     {"streaming_bytes": 1 << 23},

@@ -51,6 +51,28 @@ void check_rows(Linear& p, const Tensor& weight, int64_t columns) {
   p.weight = static_cast<const uint8_t*>(weight.const_data_ptr());
 }
 
+// Every worker has a run of consecutive tasks, whose rows its cache keeps, and then helps the others with theirs.
+void compute_together(const Isa& isa, const Linear& p, int64_t tasks) {
+  struct alignas(64) Run {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  const int64_t workers = std::min<int64_t>(p.threads, tasks);
+  std::vector<Run> runs(static_cast<size_t>(workers));
+  for (int64_t w = 0; w < workers; ++w) {
+    runs[size_t(w)].next = tasks * w / workers;
+    runs[size_t(w)].end = tasks * (w + 1) / workers;
+  }
+  torch::stable::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
+    void* const own = scratch(Scratch::own, p.task_bytes);
+    for (int64_t i = begin; i < end + workers - 1; ++i) {
+      Run& run = runs[size_t(i % workers)];
+      for (int64_t task; (task = run.next.fetch_add(1, std::memory_order_relaxed)) < run.end;)
+        isa.compute(&p, task, task + 1, own);
+    }
+  });
+}
+
 Tensor run(Linear& p, const Tensor& x) {
   std::vector<int64_t> sizes;
   for (int64_t i = 0; i + 1 < x.dim(); ++i) sizes.push_back(x.size(i));
@@ -73,23 +95,17 @@ Tensor run(Linear& p, const Tensor& x) {
   p.row_sums = reinterpret_cast<int32_t*>(shared + activations + round_up(p.m * 4, 64));
 
   // A thread is worth its start for about 2^15 activations, or as many products of 2^16.
-  const int64_t groups = (p.m + p.rows - 1) / p.rows, tasks = p.row_tasks * p.block_tasks;
-  const int64_t group_grain = 1 + (int64_t(1) << 15) / (p.rows * p.k);
+  const int64_t tasks = p.row_tasks * p.block_tasks, row_grain = 1 + (int64_t(1) << 15) / p.k;
   const int64_t task_grain = 1 + (int64_t(1) << 16) / (std::min(p.m, p.task_rows) * p.task_blocks * kBlockN * p.k);
-  torch::stable::parallel_for(0, groups, group_grain, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, p.m, row_grain, [&](int64_t begin, int64_t end) {
     isa.prepare(&p, begin, end, scratch(Scratch::own, p.prepare_bytes));
   });
   if (p.streams) {
     torch::stable::parallel_for(0, tasks, task_grain, [&](int64_t begin, int64_t end) {
       isa.compute(&p, begin, end, scratch(Scratch::own, p.task_bytes));
     });
-  } else {  // whoever is done takes the next task
-    std::atomic<int64_t> next{0};
-    torch::stable::parallel_for(0, std::min<int64_t>(p.threads, tasks), 1, [&](int64_t, int64_t) {
-      void* const own = scratch(Scratch::own, p.task_bytes);
-      for (int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;)
-        isa.compute(&p, task, task + 1, own);
-    });
+  } else {
+    compute_together(isa, p, tasks);
   }
   return y;
 }

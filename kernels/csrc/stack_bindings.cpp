@@ -265,7 +265,7 @@ void multiply_rows(Linear p) {
   const size_t activations = size_t(round_up(int64_t(p.activation_bytes), 64));
   auto* memory = static_cast<uint8_t*>(scratch(Scratch::own, activations + std::max(p.prepare_bytes, p.task_bytes)));
   p.activations = reinterpret_cast<uint32_t*>(memory);
-  isa().prepare(&p, 0, ceil_div(p.m, p.rows), memory + activations);
+  isa().prepare(&p, 0, p.m, memory + activations);
   isa().compute(&p, 0, p.row_tasks * p.block_tasks, memory + activations);
 }
 

@@ -162,12 +162,29 @@ def test_long_and_many(isa: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "cut", [[128, 128, 0, 96, 3, 0, 64, 2], [256, 256, 0, 64, 1, 512, 0, 1], [-1, -1, 0, 256, 8, 4096, 256, 2]]
+)
+def test_any_blocking(isa: str, kind: str, cut: list[int]) -> None:
+    """Chunks, tasks and turns of every size, groups of rows and blocks that have no partner to take turns with."""
+    torch.manual_seed(9)
+    layer = make_layer(kind, 97, 480, bias=True)
+    torch.ops.tilewright.select_blocking(cut)
+    try:
+        for m in (8, 64, 107):
+            x = torch.randn(m, layer.k).bfloat16()
+            check(layer, x, layer(x))
+    finally:
+        torch.ops.tilewright.select_blocking([])
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_row_does_not_depend_on_the_batch_or_the_threads(isa: str, kind: str) -> None:
     torch.manual_seed(4)
     layer = make_layer(kind, 144, 1120)
-    x = torch.randn(50, layer.k).bfloat16()
+    x = torch.randn(75, layer.k).bfloat16()
     whole = layer(x)
-    for rows in ([0], [49], [7, 8], list(range(3, 20)), list(range(1, 34))):
+    for rows in ([0], [49], [7, 8], list(range(2, 11)), list(range(3, 20)), list(range(1, 34))):
         assert torch.equal(layer(x[rows]), whole[rows])
     torch.set_num_threads(3)
     assert torch.equal(layer(x), whole)

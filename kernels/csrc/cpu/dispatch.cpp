@@ -66,8 +66,8 @@ std::string select(const std::string& name) {
 Blocking blocking() {
   Blocking b = *isa().blocking;
   const std::vector<int64_t>& fields = overrides();
-  int64_t* const own[] = {&b.bf16_chunk,  &b.int8_chunk,    &b.streaming_bytes, &b.task_rows,
-                          &b.task_blocks, &b.weights_ahead, &b.steps_ahead};
+  int64_t* const own[] = {&b.bf16_chunk,    &b.int8_chunk, &b.streaming_bytes, &b.task_rows, &b.task_blocks,
+                          &b.weights_ahead, &b.turn,       &b.joint_blocks};
   for (size_t i = 0; i < std::size(own) && i < fields.size(); ++i)
     if (fields[i] >= 0) *own[i] = fields[i];
   return b;

@@ -193,7 +193,7 @@ void ExpertsJob::gate_up(int64_t index, int64_t group, uint8_t* scratch) {
   if (gates_left_[size_t(index)].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
   // The last task of a tile has all its inner rows in reach: quantizes and lays them out.
   const Linear p = matrix_of(&e_.down, routed.expert, &routed);
-  isa_.prepare(&p, tile.begin / p.rows, ceil_div(tile.end, p.rows), scratch);
+  isa_.prepare(&p, tile.begin, tile.end, scratch);
   tiles_left_[size_t(tile.routed)].fetch_sub(1, std::memory_order_release);
 }
 

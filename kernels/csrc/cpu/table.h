@@ -41,13 +41,14 @@ struct Linear {
   int64_t units;            // 4-byte units of one packed row of activations
   int64_t fold;             // columns of K whose products are summed before scales apply and the sum takes them up
   int64_t chunk;            // columns of K that are decoded together, a multiple of `fold`
+  int64_t turn;             // columns of K after which the next rows and blocks take their turn, as `fold`
   int64_t task_rows;        // rows of one task, a multiple of `rows`
   int64_t task_blocks;      // packed blocks of one task
   int64_t row_tasks;        //
   int64_t block_tasks;      // tasks = row_tasks * block_tasks, rows outermost
-  bool streams;             // weights are read once, in file order: threads should get runs of tasks
+  int64_t joint_blocks;     // packed blocks that are multiplied together, see Blocking
+  bool streams;             // weights are read once, in file order: threads should keep to their runs of tasks
   int64_t weights_ahead;    // see Blocking
-  int64_t steps_ahead;      //
   size_t activation_bytes;  // size of `activations`
   size_t task_bytes;        // scratch of one thread for compute
   size_t prepare_bytes;     // scratch of one thread for prepare
@@ -60,13 +61,15 @@ struct Linear {
 // How problems are cut for the caches. No field changes a result, but for the order of bf16 sums by the chunks where
 // vector registers hold them.
 struct Blocking {
-  int64_t bf16_chunk;       // columns: a panel of them, and as many columns of one group of activations, stay in the
-  int64_t int8_chunk;       // first-level cache while the rows pass by
+  int64_t bf16_chunk;       // columns: a panel of them, and as many columns of a task's activations, stay in the
+  int64_t int8_chunk;       // second-level cache while the rows pass by
   int64_t streaming_bytes;  // activations up to this size stay in the second-level cache whole: blocks go one by one
   int64_t task_rows;        // otherwise a task has so many rows, a chunk of whose activations stays there
   int64_t task_blocks;      // and so many blocks at most, which bounds its sums
   int64_t weights_ahead;    // bytes: how far before their use weights are asked for that are read once; 0: not at all
-  int64_t steps_ahead;      // how many tile products before their use activations are brought to the first-level cache
+  int64_t turn;             // bytes of a row of activations: so much of two groups of rows and of some blocks, and the
+                            // sums of both, stay in the first-level cache; 0: no turns
+  int64_t joint_blocks;     // blocks that take turns
 };
 
 struct Experts;  // experts.h
@@ -82,7 +85,7 @@ struct Isa {
   const char* name;
   const Blocking* blocking;
   void (*plan)(Linear*, const Blocking*);
-  void (*prepare)(const Linear*, int64_t group_begin, int64_t group_end, void* scratch);
+  void (*prepare)(const Linear*, int64_t row_begin, int64_t row_end, void* scratch);
   void (*compute)(const Linear*, int64_t task_begin, int64_t task_end, void* scratch);
   // The steps of an expert layer, isa/experts-inl.h.
   void (*convert_rows)(const Experts*, int64_t token_begin, int64_t token_end, void* scratch);

@@ -50,6 +50,10 @@ inline void place_row(const uint32_t* units, const Linear* p, uint32_t* group, i
 template <class I>
 void prepare_row(const Linear* p, int64_t row, float* values, void* units) {
   const int64_t k = p->k;
+  if (!I::kFloatUnits && !has_int8_activations(p->kind) && p->dtype == Float::bf16) {
+    memcpy(units, static_cast<const uint16_t*>(p->x) + row * p->x_stride, size_t(k) * 2);
+    return;
+  }
   load_row<I>(p, row, values);
   if (!has_int8_activations(p->kind)) {
     if constexpr (I::kFloatUnits) {
@@ -72,19 +76,16 @@ void prepare_row(const Linear* p, int64_t row, float* values, void* units) {
   }
 }
 
-// Packs the row groups [begin, end).
+// Packs the rows [begin, end).
 template <class I>
 void prepare(const Linear* p, int64_t begin, int64_t end, void* scratch) {
   uint32_t* units = static_cast<uint32_t*>(scratch);
   float* values = reinterpret_cast<float*>(units + p->units);
   memset(units, 0, size_t(p->units) * 4);  // the padding beyond k stays zero
-  for (int64_t g = begin; g < end; ++g) {
-    const int64_t first = g * p->rows, rows = smaller(p->rows, p->m - first);
-    uint32_t* group = p->activations + first * p->units;
-    for (int64_t r = 0; r < rows; ++r) {
-      prepare_row<I>(p, first + r, values, units);
-      place_row(units, p, group, rows, r);
-    }
+  for (int64_t row = begin; row < end; ++row) {
+    const int64_t first = row / p->rows * p->rows, rows = smaller(p->rows, p->m - first);
+    prepare_row<I>(p, row, values, units);
+    place_row(units, p, p->activations + first * p->units, rows, row - first);
   }
 }
 

@@ -26,21 +26,25 @@ class AmxIsa : public Panels {
  public:
   static constexpr int kFloatRows = kGroupRows, kIntRows = kGroupRows;
   static constexpr int kMaxFolds = 8;
-  static constexpr bool kFloatUnits = false, kBiasedInt8 = false, kRowSums = false;
+  static constexpr bool kFloatUnits = false, kBiasedInt8 = false, kRowSums = true;
   static constexpr bool kChained = true;
-  // Tile loads that miss the first-level cache (48 KiB) hold up the products: 16 KiB of weights stay there while as
-  // much of each group of activations passes by, asked for in time.
-  static constexpr Blocking kBlocking{.bf16_chunk = 256,
-                                      .int8_chunk = 512,
+  static constexpr int64_t kJointBlocks = 2;  // at most
+  // Tiles that come from the second-level cache take about three times as long as their products, and where two virtual
+  // processors share a core, each has half of the first level (48 KiB) and of the second. So two groups of rows take
+  // turns on a block: a cycle touches 20 KiB, 8 of activations, 4 of weights and 8 of sums, and brings 12 of them from
+  // the second level for 4 steps. With two joint blocks it would touch 32 KiB and bring 16 for 8 steps.
+  static constexpr Blocking kBlocking{.bf16_chunk = 512,
+                                      .int8_chunk = 1024,
                                       .streaming_bytes = 1 << 19,
                                       .task_rows = 256,
-                                      .task_blocks = 4,
+                                      .task_blocks = 8,
                                       .weights_ahead = 4096,
-                                      .steps_ahead = 2};
+                                      .turn = 128,
+                                      .joint_blocks = 1};
 
   // A tile row of activations is 64 bytes; 32 where a group of int4 weights is no longer than that.
   static int64_t span(Kind kind, int64_t group) { return kind == Kind::int4_int8 && group == 32 ? 8 : 16; }
-  static bool needs_panel(int64_t) { return true; }
+  static bool needs_panel(int64_t rows) { return rows > kGroupRows; }
 
   explicit AmxIsa(const Linear* p)
       : p_(p), step_bytes_(p->unit_span * 4), step_columns_(p->unit_span * (has_int8_activations(p->kind) ? 4 : 2)) {}
@@ -48,19 +52,23 @@ class AmxIsa : public Panels {
     if (configured_) tiles_.release();
   }
 
-  void multiply(const Chunk& c, int64_t row_begin, int64_t row_end) {
+  void multiply(const Chunk* chunks, int count, int64_t row_begin, int64_t row_end) {
+    if (p_->kind == Kind::int4_int8 && row_end - row_begin <= kFewRows) {
+      for (int b = 0; b < count; ++b) int4_rows<kFewRows>(row_end - row_begin, chunks[b], row_begin);
+      return;
+    }
     const int64_t groups = ceil_div(row_end - row_begin, kGroupRows);
-    for (int64_t g = 0; g < groups; ++g) {
-      const int64_t row = row_begin + g * kGroupRows;
-      const int rows = rows_of(row);
-      configure(rows);
-      Pass pass = pass_of(c, row, rows, g, groups);
-      pass.a_next = activations_at(row + kGroupRows < row_end ? row + kGroupRows : row_begin, c.unit);
-      uint8_t* const sum = static_cast<uint8_t*>(c.sum) + g * kGroupRows * kSumRow;
-      if (rows > kTileRows)
-        run<2>(c, pass, sum, rows);
-      else
-        run<1>(c, pass, sum, rows);
+    Ahead ahead[kJointBlocks];
+    for (int b = 0; b < count; ++b) ahead[b] = ahead_of(chunks[b], groups);
+    for (int64_t row = row_begin, pair; row < row_end; row += pair * kGroupRows) {
+      pair = row_end - row >= 2 * kGroupRows ? 2 : 1;
+      const int64_t columns = chunks[0].columns, turn = pair == 2 && p_->turn ? p_->turn : columns;
+      for (int64_t k = 0; k < columns; k += turn)
+        for (int b = 0; b < count; ++b)
+          for (int64_t r = row; r < row + pair * kGroupRows; r += kGroupRows) {
+            uint8_t* const sum = static_cast<uint8_t*>(chunks[b].sum) + (r - row_begin) * kSumRow;
+            run({chunks[b], k, smaller(turn, columns - k), r, rows_of(r), sum}, ahead[b]);
+          }
     }
     if (p_->kind == Kind::int4_int8)
       fold_rows<true>(kGroupRows);
@@ -69,47 +77,54 @@ class AmxIsa : public Panels {
   }
 
  private:
-  // What the steps of one group of rows read, and what they ask for meanwhile.
-  struct Pass {
-    const uint8_t* a;        // activations
-    int64_t advance;         // their bytes from step to step
-    bool full;               // whether activations are asked for
-    const uint8_t* a_ahead;  // from here on, for `until` steps, and then
-    int64_t until;           //
-    const uint8_t* a_next;   // from here on: the next group
-    const uint8_t* near;     // weights to bring to the first-level cache, `near_lines` in each step
-    int64_t near_lines;      //
-    const uint8_t* far;      // weights to bring to the second-level cache, `far_lines` in each step
-    int64_t far_lines;       //
+  static constexpr int kFewRows = 8;  // so many rows of int4_int8 go through vector registers: the same integers
+
+  // Some columns of one chunk for one group of rows.
+  struct Turn {
+    const Chunk& c;
+    int64_t column, columns;
+    int64_t row;
+    int rows;
+    uint8_t* sum;
+  };
+
+  // What the steps ask for meanwhile.
+  struct Ahead {
+    const uint8_t* near;  // weights to bring to the first-level cache, `near_lines` in each step
+    int64_t near_lines;   //
+    const uint8_t* far;   // weights to bring to the second-level cache, `far_lines` in each step
+    int64_t far_lines;    //
   };
 
   int rows_of(int64_t row) const { return int(smaller(kGroupRows, p_->m - row)); }
 
-  const uint8_t* activations_at(int64_t row, int64_t unit) const {
-    return reinterpret_cast<const uint8_t*>(p_->activations + row * p_->units + rows_of(row) * unit);
+  const uint32_t* activations_at(int64_t row, int64_t unit) const {
+    return p_->activations + row * p_->units + rows_of(row) * unit;
   }
 
-  // Weights that are read once are asked for a fixed number of bytes ahead. Where several groups read them, the first
-  // one fetches them from the second-level cache, and each asks memory for its share of the next chunk.
-  Pass pass_of(const Chunk& c, int64_t row, int rows, int64_t group, int64_t groups) const {
-    const int64_t steps = ceil_div(c.columns, step_columns_), step_weights = step_bytes_ * kBlockN;
-    const int64_t steps_ahead = smaller(p_->steps_ahead, steps);
-    Pass pass{};
-    pass.a = activations_at(row, c.unit);
-    pass.advance = rows * step_bytes_;
-    pass.full = steps_ahead && pass.advance == kGroupRows * 64;
-    pass.a_ahead = pass.a + steps_ahead * pass.advance;
-    pass.until = steps - steps_ahead;
-    if (c.panel == c.weights && group == 0) {
-      const int64_t ahead = groups == 1 ? p_->weights_ahead : steps_ahead * step_weights;
-      pass.near = c.weights + ahead;
-      pass.near_lines = ahead ? step_weights / 64 : 0;
+  // Weights that are read once are asked for a fixed number of bytes ahead. Where several groups read them, each asks
+  // memory for its share of the next chunk.
+  Ahead ahead_of(const Chunk& c, int64_t groups) const {
+    Ahead ahead{};
+    if (!p_->weights_ahead) return ahead;
+    if (groups > 1) {
+      ahead.far = c.next;
+      ahead.far_lines = ceil_div(weight_bytes(p_, c.columns), 64 * groups * ceil_div(c.columns, step_columns_));
+    } else if (c.panel == c.weights) {
+      ahead.near = c.weights + p_->weights_ahead;
+      ahead.near_lines = step_bytes_ * kBlockN / 64;
     }
-    if (groups > 1 && p_->weights_ahead) {
-      pass.far_lines = ceil_div(weight_bytes(p_, c.columns), 64 * groups * steps);
-      pass.far = c.next + group * steps * pass.far_lines * 64;
+    return ahead;
+  }
+
+  template <int R>
+  void int4_rows(int64_t rows, const Chunk& c, int64_t row) const {
+    if (rows != R) {
+      if constexpr (R > 1) int4_rows<R - 1>(rows, c, row);
+      return;
     }
-    return pass;
+    const int64_t groups = p_->padded_k / p_->group;
+    Panels::template multiply_int4<R>(c, activations_at(row, c.unit), p_->unit_span, c.sums + row * groups, groups);
   }
 
   void configure(int rows) {
@@ -128,40 +143,54 @@ class AmxIsa : public Panels {
     rows_ = rows;
   }
 
-  template <int G>
-  void run(const Chunk& c, Pass& pass, uint8_t* sum, int rows) {
-    if (p_->kind == Kind::int8)
-      in_place<G, true>(c, pass, sum);
-    else if (p_->kind == Kind::bf16)
-      in_place<G, false>(c, pass, sum);
-    else if (p_->kind == Kind::int4_int8)
-      scaled<G, true>(c, pass, sum, rows);
+  void run(const Turn& t, Ahead& ahead) {
+    configure(t.rows);
+    const int64_t unit = has_int8_activations(p_->kind) ? t.column / 4 : t.column / 2;
+    a_ = reinterpret_cast<const uint8_t*>(activations_at(t.row, t.c.unit + unit));
+    advance_ = step_bytes_ * t.rows;
+    if (t.rows > kTileRows)
+      run_kind<2>(t, ahead);
     else
-      scaled<G, false>(c, pass, sum, rows);
+      run_kind<1>(t, ahead);
   }
 
-  // Without scales the tiles take up the sums where the last chunk left them.
+  template <int G>
+  void run_kind(const Turn& t, Ahead& ahead) {
+    if (p_->kind == Kind::int8)
+      in_place<G, true>(t, ahead);
+    else if (p_->kind == Kind::bf16)
+      in_place<G, false>(t, ahead);
+    else if (p_->kind == Kind::int4_int8)
+      scaled<G, true>(t, ahead);
+    else
+      scaled<G, false>(t, ahead);
+  }
+
+  // Without scales the tiles take up the sums where the last turn left them.
   template <int G, bool kInt8>
-  void in_place(const Chunk& c, Pass& pass, uint8_t* sum) {
-    if (c.first)
+  void in_place(const Turn& t, Ahead& ahead) {
+    if (t.c.first && t.column == 0)
       zero_sums<G>();
     else
-      load_sums<G>(sum);
-    accumulate<G, kInt8, false>(c.panel, c.columns, pass);
-    store_sums<G>(sum);
+      load_sums<G>(t.sum);
+    accumulate<G, kInt8, false>(t.c, t.column, t.columns, ahead);
+    store_sums<G>(t.sum);
   }
 
   // With scales every fold starts at zero, and the sums take up its part while the tiles multiply the next fold.
   template <int G, bool kInt8>
-  void scaled(const Chunk& c, Pass& pass, uint8_t* sum, int rows) {
-    for (int64_t f = 0; f < c.folds; ++f) {
-      const int64_t columns = smaller(c.fold, c.columns - f * c.fold);
+  void scaled(const Turn& t, Ahead& ahead) {
+    const Chunk& c = t.c;
+    for (int64_t k = t.column, end = k + t.columns; k < end; k += c.fold) {
       zero_sums<G>();
-      accumulate<G, kInt8, true>(c.panel + f * c.fold * kBlockN * (kInt8 ? 1 : 2), columns, pass);
+      if (c.panel)
+        accumulate<G, kInt8, true>(c, k, smaller(c.fold, end - k), ahead);
+      else
+        decode_and_accumulate<G, kInt8>(c, k, smaller(c.fold, end - k), ahead);
       fold_rows<kInt8>(kGroupRows);
       other_part_ = !other_part_;
       store_sums<G>(parts_[other_part_]);
-      part_ = {parts_[other_part_], sum, c.scale + f * kBlockN, c.first && f == 0, 0, rows};
+      part_ = {parts_[other_part_], t.sum, c.scale + k / c.fold * kBlockN, c.first && k == 0, 0, t.rows};
     }
   }
 
@@ -222,50 +251,50 @@ class AmxIsa : public Panels {
   }
 
   template <int G, bool kInt8, bool kFolds>
-  void accumulate(const uint8_t* w, int64_t columns, Pass& pass) {
-    const int64_t step_weights = step_bytes_ * kBlockN;
-    int64_t k = 0;
-    for (; k + step_columns_ <= columns; k += step_columns_, w += step_weights) one_step<G, kInt8, kFolds>(w, pass);
-    if (k < columns) {  // half a step of int8: what follows the weights in memory must not be read
+  void accumulate(const Chunk& c, int64_t k, int64_t columns, Ahead& ahead) {
+    const int64_t step_weights = step_bytes_ * kBlockN, end = k + columns;
+    const uint8_t* w = c.panel + k * kBlockN * (kInt8 ? 1 : 2);
+    for (; k + step_columns_ <= end; k += step_columns_, w += step_weights) one_step<G, kInt8, kFolds>(w, ahead);
+    if (k < end) {  // half a step of int8: what follows the weights in memory must not be read
       alignas(64) uint8_t last[kTileRows * 128] = {};
-      memcpy(last, w, size_t(columns - k) * kBlockN);
-      one_step<G, kInt8, kFolds>(last, pass);
+      memcpy(last, w, size_t(end - k) * kBlockN);
+      one_step<G, kInt8, kFolds>(last, ahead);
     }
   }
 
-  // Asks for cache lines to come to the first level.
-  template <int kLines>
-  [[gnu::always_inline]] static void ask(const uint8_t* from) {
-    if constexpr (kLines > 0) {
-      ask<kLines - 1>(from);
-      __builtin_prefetch(from + (kLines - 1) * 64);
+  // Weights that a single group of rows reads are decoded one step before the tiles take them: the processor reads
+  // memory, decodes and multiplies at the same time.
+  template <int G, bool kInt8>
+  void decode_and_accumulate(const Chunk& c, int64_t k, int64_t columns, Ahead& ahead) {
+    if (k == 0) Panels::decode(p_->kind, c, 0, step_columns_, steps_[other_step_]);
+    for (const int64_t end = k + columns; k < end; k += step_columns_) {
+      const uint8_t* const w = steps_[other_step_];
+      other_step_ = !other_step_;
+      const int64_t next = k + step_columns_;
+      if (next < c.columns) Panels::decode(p_->kind, c, next, step_columns_, steps_[other_step_]);
+      one_step<G, kInt8, true>(w, ahead);
     }
   }
 
   template <int G, bool kInt8, bool kFolds>
-  void one_step(const uint8_t* w, Pass& pass) {
-    const uint8_t* const a = pass.a;
+  void one_step(const uint8_t* w, Ahead& ahead) {
+    const uint8_t* const a = a_;
+    a_ += advance_;
     tiles_.template load<6>(w, 128);
     tiles_.template load<4>(a, step_bytes_);
     tiles_.template load<7>(w + 64, 128);
     dot<0, 4, 6, kInt8>();
     if constexpr (G == 2) tiles_.template load<5>(a + kTileRows * step_bytes_, step_bytes_);
     dot<1, 4, 7, kInt8>();
-    pass.a = a + pass.advance;
-    if (pass.full) {
-      if (pass.until-- == 0) pass.a_ahead = pass.a_next;
-      ask<kGroupRows>(pass.a_ahead);
-      pass.a_ahead += kGroupRows * 64;
-    }
     if constexpr (G == 2) {
       dot<2, 5, 6, kInt8>();
       dot<3, 5, 7, kInt8>();
     }
     if constexpr (kFolds) fold_rows<kInt8>(kInt8 ? kGroupRows / 2 : kGroupRows / 4);  // a fold has 2 or 4 steps
-    for (int64_t i = 0; i < pass.near_lines; i += kTileRows) ask<kTileRows>(pass.near + i * 64);
-    for (int64_t i = 0; i < pass.far_lines; ++i) __builtin_prefetch(pass.far + i * 64, 0, 2);
-    pass.near += pass.near_lines * 64;
-    pass.far += pass.far_lines * 64;
+    for (int64_t i = 0; i < ahead.near_lines; ++i) __builtin_prefetch(ahead.near + i * 64);
+    for (int64_t i = 0; i < ahead.far_lines; ++i) __builtin_prefetch(ahead.far + i * 64, 0, 2);
+    ahead.near += ahead.near_lines * 64;
+    ahead.far += ahead.far_lines * 64;
   }
 
   template <int C, int A, int B, bool kInt8>
@@ -281,9 +310,12 @@ class AmxIsa : public Panels {
   const int64_t step_bytes_, step_columns_;  // of a row of a tile of activations; of K
   bool configured_ = false;
   int rows_ = 0;
+  const uint8_t* a_ = nullptr;  // activations of the next step
+  int64_t advance_ = 0;         // their bytes from step to step
   Part part_{};
-  bool other_part_ = false;
+  bool other_part_ = false, other_step_ = false;
   alignas(64) uint8_t parts_[2][kGroupRows * kSumRow];
+  alignas(64) uint8_t steps_[2][kTileRows * 128];
 };
 
 }  // namespace

@@ -24,7 +24,8 @@ struct Avx2 {
                                       .task_rows = 96,
                                       .task_blocks = 8,
                                       .weights_ahead = 0,
-                                      .steps_ahead = 0};
+                                      .turn = 0,
+                                      .joint_blocks = 1};
   static constexpr int vectors(int rows) { return rows <= 2 ? 4 : 2; }
 
   static F zero() { return _mm256_setzero_ps(); }

@@ -61,25 +61,79 @@ struct Avx512Panels {
   }
 
   static const uint8_t* panel(Kind kind, const Chunk& c, uint8_t* out) {
+    const int64_t bytes = kBlockN * (kind == Kind::int4_int8 ? 1 : 2);
+    for (int64_t k = 0; k < c.columns; k += c.fold) decode(kind, c, k, smaller(c.fold, c.columns - k), out + k * bytes);
+    return out;
+  }
+
+  // Columns [k, k + columns) of a chunk, all in one fold.
+  static void decode(Kind kind, const Chunk& c, int64_t k, int64_t columns, uint8_t* out) {
     if (kind == Kind::fp8) {
+      const uint8_t *from = c.weights + k * kBlockN, *ahead = c.ahead + k * kBlockN;
       __m512i v[2];
-      for (int64_t p = 0; p < c.columns / 2; ++p) {
-        _mm_prefetch(c.ahead + p * 64, _MM_HINT_T0);
-        decode_fp8(_mm512_loadu_si512(c.weights + p * 64), v);
+      for (int64_t p = 0; p < columns / 2; ++p) {
+        _mm_prefetch(ahead + p * 64, _MM_HINT_T0);
+        decode_fp8(_mm512_loadu_si512(from + p * 64), v);
         store(out, p, v[0], v[1]);
       }
-      return out;
+      return;
     }
-    for (int64_t g = 0; g < c.folds; ++g) {
-      const uint8_t* from = c.weights + g * (c.fold * 16 + 128);
-      const uint8_t* ahead = c.ahead + (from - c.weights);
-      const int8_t* zeros = c.zeros + g * kBlockN;
-      if (kind == Kind::int4_int8)
-        quads(from, ahead, c.fold / 4, load_zeros(zeros), load_zeros(zeros + 16), out + g * c.fold * kBlockN);
+    const int64_t fold = k / c.fold, at = fold * (c.fold * 16 + 128) + k % c.fold * 16;
+    const __m512i zero0 = load_zeros(c.zeros + fold * kBlockN), zero1 = load_zeros(c.zeros + fold * kBlockN + 16);
+    if (kind == Kind::int4_int8)
+      quads(c.weights + at, c.ahead + at, columns / 4, zero0, zero1, out);
+    else
+      pairs(c.weights + at, c.ahead + at, columns / 4, zero0, zero1, out);
+  }
+
+  template <int R, int kSpan>
+  static void int4_products(const uint8_t* from, const uint8_t* ahead, int64_t units, const uint32_t* a,
+                            __m512i (&low)[R], __m512i (&high)[R]) {
+    const __m512i mask = _mm512_set1_epi8(0x0f);
+    for (int64_t u = 0; u < units; u += kSpan, a += R * kSpan)
+#pragma GCC unroll 2
+      for (int i = 0; i < kSpan; ++i, from += 64, ahead += 64) {
+        _mm_prefetch(ahead, _MM_HINT_T0);
+        const __m512i x = _mm512_loadu_si512(from);
+        const __m512i x0 = _mm512_and_si512(x, mask), x1 = _mm512_and_si512(_mm512_srli_epi16(x, 4), mask);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          const __m512i activation = _mm512_set1_epi32(int(a[r * kSpan + i]));
+          low[r] = _mm512_dpbusd_epi32(low[r], x0, activation);
+          high[r] = _mm512_dpbusd_epi32(high[r], x1, activation);
+        }
+      }
+  }
+
+  // sum += float(sum of a * (code - zero)) * scale for R rows, one fold after the other. Units of a row come in runs of
+  // `span`, the rows' runs side by side; row_sums of the rows are `stride` apart.
+  template <int R>
+  static void multiply_int4(const Chunk& c, const uint32_t* a, int64_t span, const int32_t* row_sums, int64_t stride) {
+    for (int64_t f = 0; f < c.folds; ++f) {
+      const int64_t at = f * (c.fold * 16 + 128);
+      const uint8_t *from = c.weights + at, *ahead = c.ahead + at;
+      __m512i low[R], high[R];  // products of columns 0-7 and 16-23; of 8-15 and 24-31
+      for (int r = 0; r < R; ++r) low[r] = high[r] = _mm512_setzero_si512();
+      if (span == 16)
+        int4_products<R, 16>(from, ahead, c.fold / 4, a, low, high);
       else
-        pairs(from, ahead, c.fold / 4, load_zeros(zeros), load_zeros(zeros + 16), out + g * c.fold * kBlockN * 2);
+        int4_products<R, 8>(from, ahead, c.fold / 4, a, low, high);
+      a += R * c.fold / 4;
+      for (int half = 0; half < 2; ++half) {
+        const __m512i zero = load_zeros(c.zeros + f * kBlockN + half * 16);
+        const __m512 scale = _mm512_loadu_ps(c.scale + f * kBlockN + half * 16);
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r) {
+          float* const s = static_cast<float*>(c.sum) + r * kBlockN + half * 16;
+          const __m512i dot =
+              half ? _mm512_shuffle_i64x2(low[r], high[r], 0xee) : _mm512_shuffle_i64x2(low[r], high[r], 0x44);
+          const __m512i less = _mm512_mullo_epi32(zero, _mm512_set1_epi32(row_sums[r * stride + f]));
+          const __m512 part = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(dot, less)), scale);
+          const __m512 old = c.first && f == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(s);
+          _mm512_storeu_ps(s, _mm512_add_ps(old, part));
+        }
+      }
     }
-    return out;
   }
 
   static void store(uint8_t* out, int64_t at, __m512i first, __m512i second) {

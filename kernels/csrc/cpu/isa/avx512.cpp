@@ -20,7 +20,8 @@ struct Avx512 : Avx512Panels<false> {
                                       .task_rows = 192,
                                       .task_blocks = 8,
                                       .weights_ahead = 0,
-                                      .steps_ahead = 0};
+                                      .turn = 0,
+                                      .joint_blocks = 1};
   static constexpr int vectors(int) { return 2; }
 
   static F zero() { return _mm512_setzero_ps(); }

@@ -58,9 +58,9 @@ inline const uint8_t* widen(const uint8_t* from, int64_t pairs, int64_t element,
 }
 
 struct Workspace {
-  uint8_t* panel;  // decoded weights of one chunk
-  uint8_t* wide;   // widened weights of one chunk
-  float* scale;    // [folds][32]
+  uint8_t* panel;  // decoded weights of one chunk of each joint block
+  uint8_t* wide;   // widened weights, likewise
+  float* scale;    // [folds][32], likewise
   uint8_t* sums;   // [blocks of the task][rows of the task][32] x 4 bytes
   size_t bytes;    // of all of them
 };
@@ -69,10 +69,18 @@ inline Workspace workspace(const Linear* p, void* scratch) {
   uint8_t* const start = static_cast<uint8_t*>(scratch);
   Workspace w;
   w.panel = start;
-  w.wide = w.panel + p->chunk * kBlockN * 4;
-  w.scale = reinterpret_cast<float*>(w.wide + p->chunk * kBlockN * 2);
-  w.sums = reinterpret_cast<uint8_t*>(w.scale + p->chunk / p->fold * kBlockN);
+  w.wide = w.panel + p->joint_blocks * p->chunk * kBlockN * 4;
+  w.scale = reinterpret_cast<float*>(w.wide + p->joint_blocks * p->chunk * kBlockN * 2);
+  w.sums = reinterpret_cast<uint8_t*>(w.scale + p->joint_blocks * p->chunk / p->fold * kBlockN);
   w.bytes = size_t(w.sums - start) + size_t(p->task_blocks * p->task_rows * kBlockN) * 4;
+  return w;
+}
+
+// What of it the i-th of the joint blocks uses.
+inline Workspace workspace_of(const Linear* p, Workspace w, int64_t i) {
+  w.panel += i * p->chunk * kBlockN * 4;
+  w.wide += i * p->chunk * kBlockN * 2;
+  w.scale += i * p->chunk / p->fold * kBlockN;
   return w;
 }
 
@@ -171,13 +179,18 @@ void accumulate(I& multiplier, const Linear* p, const Range& at, const Workspace
                 size_t block_bytes) {
   const int64_t rows = at.row_end - at.row_begin, ahead = rows <= p->rows ? p->weights_ahead : 0;
   for (int64_t k0 = 0; k0 < p->padded_k; k0 += p->chunk)
-    for (int64_t b = at.block_begin; b < at.block_end; ++b) {
-      Chunk c = chunk_of<I>(p, b, k0, I::needs_panel(rows), ahead, w);
-      const bool last = b + 1 == at.block_end, end = last && k0 + p->chunk >= p->padded_k;
-      c.next = end ? weights_at(p, at.block_end, 0)
-                   : weights_at(p, last ? at.block_begin : b + 1, last ? k0 + p->chunk : k0);
-      c.sum = sums + size_t(b - at.block_begin) * block_bytes;
-      multiplier.multiply(c, at.row_begin, at.row_end);
+    for (int64_t first = at.block_begin; first < at.block_end; first += p->joint_blocks) {
+      const int64_t count = smaller(p->joint_blocks, at.block_end - first);
+      Chunk c[I::kJointBlocks];
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t b = first + i, next = b + p->joint_blocks;
+        c[i] = chunk_of<I>(p, b, k0, I::needs_panel(rows), ahead, workspace_of(p, w, i));
+        c[i].next = next < at.block_end           ? weights_at(p, next, k0)
+                    : k0 + p->chunk < p->padded_k ? weights_at(p, at.block_begin + i, k0 + p->chunk)
+                                                  : weights_at(p, at.block_end + i, 0);
+        c[i].sum = sums + size_t(b - at.block_begin) * block_bytes;
+      }
+      multiplier.multiply(c, int(count), at.row_begin, at.row_end);
     }
 }
 
@@ -205,6 +218,17 @@ void compute(const Linear* p, int64_t begin, int64_t end, void* scratch) {
   }
 }
 
+// Blocks of a task, so that threads have two tasks or more where there are so many, and are done at about the same
+// time.
+inline int64_t even_blocks(int64_t blocks, int64_t row_tasks, int64_t threads, int64_t most) {
+  const auto time = [&](int64_t count) { return ceil_div(ceil_div(blocks, count) * row_tasks, threads) * count; };
+  most = larger(1, smaller(most, blocks * row_tasks / (2 * threads)));
+  int64_t least = time(most);
+  for (int64_t count = 1; count < most; ++count) least = smaller(least, time(count));
+  while (time(most) * 16 > least * 17) --most;
+  return most;
+}
+
 template <class I>
 void plan(Linear* p, const Blocking* blocking) {
   const bool integers = has_int8_activations(p->kind);
@@ -216,19 +240,22 @@ void plan(Linear* p, const Blocking* blocking) {
   if (p->kind == Kind::bf16 || p->kind == Kind::int8) {
     // Where a chunk goes on from the sums of the last one, cuts change no bits; for one group of rows they do no good.
     p->fold = p->chunk = I::kChained && p->m <= p->rows ? p->padded_k : most;
+    p->turn = blocking->turn / (integers ? 1 : 2);
   } else {
     p->fold = p->kind == Kind::fp8 ? 128 : p->group;
-    p->chunk = p->fold * larger(1, smaller(most / p->fold, I::kMaxFolds));
+    const int64_t folds = p->m <= p->rows && I::kChained ? I::kMaxFolds : smaller(most / p->fold, I::kMaxFolds);
+    p->chunk = p->fold * larger(1, folds);
+    p->turn = round_up(blocking->turn / (integers ? 1 : 2), p->fold);
   }
+  p->joint_blocks = smaller(blocking->joint_blocks, I::kJointBlocks);
   const int64_t blocks = ceil_div(p->n, kBlockN), all_rows = round_up(p->m, p->rows);
   p->streams = int64_t(p->activation_bytes) <= blocking->streaming_bytes;
   p->task_rows = p->streams ? all_rows : smaller(all_rows, round_up(blocking->task_rows, p->rows));
   p->row_tasks = ceil_div(p->m, p->task_rows);
-  const int64_t wanted = p->streams ? 1 : blocks * p->row_tasks / (4 * p->threads);
-  p->task_blocks = larger(1, smaller(wanted, blocking->task_blocks));
+  const int64_t most_blocks = !p->streams ? blocking->task_blocks : p->m > p->rows ? p->joint_blocks : 1;
+  p->task_blocks = even_blocks(blocks, p->row_tasks, p->threads, most_blocks);
   p->block_tasks = ceil_div(blocks, p->task_blocks);
   p->weights_ahead = blocking->weights_ahead;
-  p->steps_ahead = blocking->steps_ahead;
   p->prepare_bytes = size_t(p->units + p->padded_k + 16) * 4;
   p->task_bytes = workspace(p, nullptr).bytes;
 }

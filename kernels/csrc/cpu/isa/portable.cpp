@@ -24,7 +24,8 @@ struct Portable : ScalarPanels<Floats, false> {
                                       .task_rows = 128,
                                       .task_blocks = 8,
                                       .weights_ahead = 0,
-                                      .steps_ahead = 0};
+                                      .turn = 0,
+                                      .joint_blocks = 1};
   static constexpr int vectors(int) { return 2; }
 
   static F zero() { return F{}; }

@@ -164,13 +164,15 @@ template <class V>
 struct VectorIsa : V {
   static constexpr int kMaxFolds = 1;
   static constexpr bool kChained = false;
+  static constexpr int64_t kJointBlocks = 1;
   const Linear* p;
 
   explicit VectorIsa(const Linear* problem) : p(problem) {}
   static int64_t span(Kind, int64_t) { return 1; }
   static bool needs_panel(int64_t rows) { return !V::kDecodes || rows > kRowsWithoutPanel; }
 
-  void multiply(const Chunk& c, int64_t row_begin, int64_t row_end) const {
+  void multiply(const Chunk* chunk, int, int64_t row_begin, int64_t row_end) const {
+    const Chunk& c = *chunk;
     for (int64_t r = row_begin; r < row_end; r += p->rows) {
       const int64_t rows = smaller(p->rows, p->m - r);
       const uint32_t* a = p->activations + r * p->units + rows * c.unit;
