@@ -173,7 +173,7 @@ def _check_places(checkpoint: Checkpoint, output: Path, options: Options) -> lis
         return problems
     place = next(path for path in (target, *target.parents) if path.exists())
     if not place.is_dir():
-        return [f"{output}: {place} is not a directory"]
+        return [f"{output}: not a directory" if place == target else f"{output}: {place} is not a directory"]
     if options.consume and any(header.path.is_symlink() for header in checkpoint.headers.values()):
         problems.append(f"{checkpoint.root}: --consume deletes files, these are links into a cache; leave it out")
     return problems + _check_content(output, options)

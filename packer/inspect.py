@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 
 from tilewright.kernels.errors import CheckpointError
-from tilewright.kernels.module_spec import ModuleSpec
+from tilewright.kernels.module_spec import Cut, ModuleSpec
 from tilewright.kernels.safetensors_file import DTYPE_NAMES
 
 from .architectures import architecture_of, text_config
@@ -151,7 +151,7 @@ def inspect(checkpoint: Checkpoint, path: str) -> Inspection:
         parameters=parameters,
         nbytes=nbytes,
         bits=8 * nbytes / parameters if parameters else 0.0,
-        cut=json.loads(metadata.get("tilewright.cut", "{}")),
+        cut=asdict(Cut.from_json(metadata["tilewright.cut"])) if "tilewright.cut" in metadata else {},
         made_by=str(manifest.get("tilewright", "")),
         shares=_shares(items),
         items=items,

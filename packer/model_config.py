@@ -42,10 +42,16 @@ def draft_layer(mtp: Iterable[str]) -> str:
     return prefixes.pop() if len(prefixes) == 1 and not any(MTP.match(unwrapped(name)) for name in mtp) else ""
 
 
+def architectures(config: Mapping[str, Any]) -> list[str]:
+    """The model classes that config.json names; what is no list of names says nothing."""
+    stated = config.get("architectures")
+    return [kind for kind in stated if isinstance(kind, str)] if isinstance(stated, list) else []
+
+
 def check_head(config: Mapping[str, Any], names: Iterable[str], options: QuantizeOptions) -> list[Reject]:
     """A model with an embedding and neither an output head nor tied weights cannot produce logits."""
     paths = {unwrapped(name) for name in names}
-    kinds = config.get("architectures") or ["ForCausalLM"]
+    kinds = architectures(config) or ["ForCausalLM"]
     has_logits = any(kind.endswith(("ForCausalLM", "ForConditionalGeneration")) for kind in kinds)
     has_head = any(name.endswith("lm_head.weight") or name.endswith("lm_head.weight_packed") for name in paths)
     embeds = any(name.endswith("embed_tokens.weight") for name in paths)
@@ -86,7 +92,7 @@ def output_config(
             for key in (key for key in MTP_COUNTS if key in holder):
                 holder[key] = 0
     if options.mtp == "draft":  # what SGLang's own export writes
-        config["architectures"] = [f"{kind}NextN" for kind in source.get("architectures", [])]
+        config["architectures"] = [f"{kind}NextN" for kind in architectures(source)]
         for holder in (holder for holder in holders if "num_hidden_layers" in holder):
             holder["num_hidden_layers"] = 1
     if options.tied_head == "tie":

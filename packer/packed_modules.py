@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 from tilewright.kernels.errors import CheckpointError
-from tilewright.kernels.module_spec import ModuleSpec
+from tilewright.kernels.module_spec import ModuleSpec, described_modules
 
 from .checkpoint import Checkpoint
 from .sources import Inventory, quantization_config, take_inventory
@@ -16,7 +14,7 @@ def packed_modules(checkpoint: Checkpoint) -> dict[str, ModuleSpec]:
     return {
         name: ModuleSpec.from_json(name, fields)
         for header in checkpoint.headers.values()
-        for name, fields in json.loads(header.metadata.get("tilewright.modules", "{}")).items()
+        for name, fields in described_modules(header).items()
     }
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 from tilewright.kernels.errors import TilewrightError
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.layouts.base import Layout
-from tilewright.kernels.module_spec import INPUT_SCALE, Cut, ModuleSpec
+from tilewright.kernels.module_spec import INPUT_SCALE, Cut, ModuleSpec, described_modules
 from tilewright.kernels.tensors import Reject, TensorSpec
 
 from .checkpoint import Checkpoint
@@ -25,7 +24,7 @@ def plan_unpack(checkpoint: Checkpoint) -> Plan:
     """
     if not is_packed(checkpoint):
         return Plan({}, (), {}, {}, rejects=(Reject(str(checkpoint.root), "is no packed directory"),))
-    if any(Cut.from_json(h.metadata["tilewright.cut"]) != Cut() for h in checkpoint.headers.values()):
+    if any(Cut.from_json(h.metadata.get("tilewright.cut", "")) != Cut() for h in checkpoint.headers.values()):
         reason = "is one rank's share, from which the whole checkpoint cannot be made"
         return Plan({}, (), {}, {}, rejects=(Reject(str(checkpoint.root), reason),))
     tensors: dict[str, TensorSpec] = {}
@@ -65,7 +64,7 @@ def plan_unpack(checkpoint: Checkpoint) -> Plan:
 def _modules(checkpoint: Checkpoint, rejects: list[Reject]) -> dict[str, ModuleSpec]:
     modules: dict[str, ModuleSpec] = {}
     for header in checkpoint.headers.values():
-        for name, fields in json.loads(header.metadata.get("tilewright.modules", "{}")).items():
+        for name, fields in described_modules(header).items():
             try:
                 modules[name] = ModuleSpec.from_json(name, fields)
             except TilewrightError as error:

@@ -47,11 +47,18 @@ def load_model(
     if rank is None and distributed.is_available() and distributed.is_initialized():
         rank = distributed.get_rank()
     packed = load_packed(path, rank, device, verify_checksums)
-    config = AutoConfig.from_pretrained(packed.root)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
+    try:
+        config = AutoConfig.from_pretrained(packed.root)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+    except (ValueError, KeyError, TypeError) as error:
+        hint = "`load_packed` gives the packed modules without transformers"
+        reason = str(error).partition("\n")[0]
+        raise CheckpointError(
+            f"{packed.root}: transformers builds no model of its config: {reason}", hint=hint
+        ) from error
     used = _replace_modules(model, packed, config)
     if packed.cut.ranks > 1:
         _add_up(model, packed)

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from .errors import LayoutError, TilewrightError
+from .errors import CheckpointError, LayoutError, TilewrightError, shown
 from .formats import FORMATS, WeightFormat
 from .layouts import LAYOUTS
 from .layouts.base import Layout
-from .safetensors_file import DTYPE_NAMES, DTYPES
+from .safetensors_file import DTYPE_NAMES, DTYPES, Header
 from .tensors import TensorSpec
 
 PACKED_VERSION = "1"
@@ -39,10 +39,17 @@ class Cut:
 
     @staticmethod
     def from_json(text: str) -> Cut:
-        """The inverse of `to_json`."""
-        fields = json.loads(text)
-        (tp_rank, tp_size), (ep_rank, ep_size) = fields["tp"], fields["ep"]
-        return Cut((int(tp_rank), int(tp_size)), (int(ep_rank), int(ep_size)))
+        """The inverse of `to_json`.
+
+        Raises:
+            LayoutError: It is no such value.
+        """
+        try:
+            fields = json.loads(text)
+            (tp_rank, tp_size), (ep_rank, ep_size) = fields["tp"], fields["ep"]
+            return Cut((int(tp_rank), int(tp_size)), (int(ep_rank), int(ep_size)))
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise LayoutError(f"`tilewright.cut` is {shown(text)}, which describes no cut") from error
 
     @property
     def ranks(self) -> int:
@@ -156,3 +163,19 @@ class ModuleSpec:
         if reject:
             raise LayoutError(f"{module}: {reject}")
         return spec
+
+
+def described_modules(header: Header) -> dict[str, Any]:
+    """What a file says about its packed modules: name -> fields for `ModuleSpec.from_json`; empty if nothing.
+
+    Raises:
+        CheckpointError: It is no JSON object.
+    """
+    text = header.metadata.get("tilewright.modules", "{}")
+    try:
+        modules = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{header.path}: `tilewright.modules` is not valid JSON: {error}") from error
+    if not isinstance(modules, dict):
+        raise CheckpointError(f"{header.path}: `tilewright.modules` is {shown(text)}, a JSON object is expected")
+    return modules

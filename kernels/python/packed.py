@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from .errors import CheckpointError, TilewrightError
+from .errors import CheckpointError, KernelUnavailableError, TilewrightError
 from .gpu.reorder import reorder, reordered_spec
-from .module_spec import INPUT_SCALE, PACKED_VERSION, Cut, ModuleSpec
+from .module_spec import INPUT_SCALE, PACKED_VERSION, Cut, ModuleSpec, described_modules
 from .modules import PackedWeight, build_module, find_kernel
 from .safetensors_file import Header, MappedFile, read_header
 from .tensors import TensorSpec
@@ -43,7 +43,7 @@ class PackedCheckpoint(Mapping[str, PackedWeight]):
         self.device = device
         first = headers[0].metadata
         self.scheme = first.get("tilewright.scheme", "none")
-        self.cut = Cut.from_json(first["tilewright.cut"])
+        self.cut = Cut.from_json(first.get("tilewright.cut", ""))
         self._files = {name: header for header in headers for name in header.entries}
         self.specs = _read_specs(headers)
         owned = {f"{name}.{suffix}" for name, spec in self.specs.items() for suffix in spec.tensors()}
@@ -149,6 +149,7 @@ def load_packed(
     manifest = root / MANIFEST_FILE
     if not manifest.is_file():
         raise CheckpointError(f"{root}: no {MANIFEST_FILE}, so this is no finished packed directory", hint=RUN_HINT)
+    _check_device(device)
     headers = _read_headers(root)
     _check_files(root, _read_json(manifest), headers, verify_checksums)
     packed = PackedCheckpoint(root, headers, device)
@@ -159,9 +160,17 @@ def load_packed(
     return packed
 
 
+def _check_device(device: str) -> None:
+    try:
+        torch.device(device)
+    except RuntimeError as error:
+        raise KernelUnavailableError(f"device `{device}` is none that torch knows", hint="`cpu` or `cuda`") from error
+
+
 def _find_rank(path: Path, rank: int | None) -> Path:
     if not path.is_dir():
-        raise CheckpointError(f"{path}: no such directory")
+        reason = "not a directory" if path.exists() else "no such directory"
+        raise CheckpointError(f"{path}: {reason}", hint="name what `pack-for-cpu` or `pack-for-gpu` wrote")
     cuts = sorted(path.glob("rank-*-of-*/"))
     if not cuts:
         return path
@@ -188,7 +197,10 @@ def _read_headers(root: Path) -> list[Header]:
     """Headers of all shards, each with the metadata of this specification."""
     names = [SINGLE_FILE]
     if (root / INDEX_FILE).is_file():
-        names = sorted(set(_read_json(root / INDEX_FILE).get("weight_map", {}).values()))
+        weight_map = _read_json(root / INDEX_FILE).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{root / INDEX_FILE}: no `weight_map` from tensor names to files", hint=RUN_HINT)
+        names = sorted({str(name) for name in weight_map.values()})
     for name in names:
         if PurePosixPath(name).name != name:
             raise CheckpointError(f"{root / INDEX_FILE}: names `{name}`, which is no plain file name")
@@ -212,7 +224,7 @@ def _read_specs(headers: list[Header]) -> dict[str, ModuleSpec]:
     specs: dict[str, ModuleSpec] = {}
     problems = []
     for header in headers:
-        for name, fields in json.loads(header.metadata.get("tilewright.modules", "{}")).items():
+        for name, fields in described_modules(header).items():
             try:
                 specs[name] = ModuleSpec.from_json(name, fields)
             except TilewrightError as error:
@@ -224,7 +236,9 @@ def _read_specs(headers: list[Header]) -> dict[str, ModuleSpec]:
 
 def _check_files(root: Path, manifest: dict[str, Any], headers: list[Header], checksums: bool) -> None:
     """Compare every shard with the manifest: its size, and if asked for its checksum."""
-    files = manifest.get("files", {})
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not all(isinstance(stated, dict) for stated in files.values()):
+        raise CheckpointError(f"{root / MANIFEST_FILE}: has no `files` with size and SHA-256 of each", hint=RUN_HINT)
     problems = []
     for header in headers:
         name = header.path.name
@@ -232,10 +246,10 @@ def _check_files(root: Path, manifest: dict[str, Any], headers: list[Header], ch
         size = header.path.stat().st_size
         if stated is None:
             problems.append(f"{name} is not in {MANIFEST_FILE}")
-        elif stated["size"] != size:
-            problems.append(f"{name} has {size} bytes, {MANIFEST_FILE} says {stated['size']}")
-        elif checksums and (actual := _sha256(header.path)) != stated["sha256"]:
-            problems.append(f"{name} has SHA-256 {actual}, {MANIFEST_FILE} says {stated['sha256']}")
+        elif stated.get("size") != size:
+            problems.append(f"{name} has {size} bytes, {MANIFEST_FILE} says {stated.get('size')}")
+        elif checksums and (actual := _sha256(header.path)) != stated.get("sha256"):
+            problems.append(f"{name} has SHA-256 {actual}, {MANIFEST_FILE} says {stated.get('sha256')}")
     if problems:
         raise CheckpointError(f"{root}: damaged:\n  " + "\n  ".join(problems), hint=RUN_HINT)
 

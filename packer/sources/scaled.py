@@ -96,10 +96,16 @@ def _keeps(dtype: torch.dtype, blocks: tuple[int, int]) -> tuple[str, ...]:
     return (same[dtype, blocks],) if (dtype, blocks) in same else ()
 
 
+def _states_blocks(group: Group) -> bool:
+    return bool(group.config.get("weight_block_size"))
+
+
 def _blocks(group: Group, shape: tuple[int, ...], scale: tuple[int, ...]) -> tuple[int, int] | Reject:
     """(block_n, block_k) of a scale grid, 0 for "all"; leading dimensions are experts."""
     *experts, n, k = shape
     grid = scale[len(experts) :] if list(scale[: len(experts)]) == experts else scale
+    if n == 1 and grid in {(1,), (1, 1)} and group.specs["weight"].dtype == torch.int8 and not _states_blocks(group):
+        return 1, 0  # one channel is the whole tensor; read as a channel it can keep its codes
     if grid in {(), (1,), (1, 1)} and not (grid == (1, 1) and n <= FP8.block_n and k <= FP8.block_k):
         return 0, 0
     if grid in {(n,), (n, 1)} and (n > 1 or len(grid) == 1):

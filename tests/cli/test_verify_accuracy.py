@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tilewright.cli import verify_accuracy
 from tilewright.cli.main import load, run
+from tilewright.kernels.safetensors_file import read_header
 from tilewright.packer.verify.verdict import LEVELS
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
@@ -102,6 +103,20 @@ def test_usage_and_refusals(int8: Path, tmp_path: Path, capfd: pytest.CaptureFix
     assert "9 tokens, one window needs 128" in capfd.readouterr().err
     assert leave("verify-accuracy", QWEN, int8, "--level", "model", "--text", tmp_path / "none.txt") == 1
     assert "none.txt" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["tilewright.modules", "tilewright.cut"])
+def test_broken_descriptions_are_named(
+    packed: Path, key: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    metadata = read_header(packed / "model.safetensors").metadata
+    broken = Path(shutil.copytree(packed, tmp_path / "broken"))
+    save_file(load_file(packed / "model.safetensors"), broken / "model.safetensors", metadata | {key: "["})
+    assert leave("inspect-model", broken) == 1
+    assert leave("pack-for-cpu", broken, tmp_path / "out", "--unpack") == 1
+    message = capfd.readouterr().err
+    assert message.count(f"`{key}` is") == 2
+    assert "bug" not in message
 
 
 def test_models_that_transformers_cannot_build(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -169,3 +169,11 @@ def test_what_does_not_fit_is_listed(packed: Call, tmp_path: Path) -> None:
     assert "`model.norm.weight` is not in the files" in str(error.value)
     assert "`model.layers.2.self_attn.q_norm.weight` is not in the files" in str(error.value)
     assert "`model.layers.1.extra.weight` has no place in Qwen3MoeForCausalLM" in str(error.value)
+
+
+def test_a_model_that_transformers_does_not_know(packed: Call, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(packed("tiny-qwen3-moe", "int8"), tmp_path / "packed"))
+    config = json.loads((directory / "config.json").read_text()) | {"model_type": "unheard-of"}
+    (directory / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="transformers builds no model of its config: .*unheard-of"):
+        tilewright.load_model(directory)

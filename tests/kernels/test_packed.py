@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import tilewright
-from tilewright.kernels.errors import CheckpointError
+from tilewright.kernels.errors import CheckpointError, KernelUnavailableError, LayoutError
 from tilewright.kernels.packed import Cut, load_packed
 from tilewright.kernels.safetensors_file import read_header
 
@@ -75,6 +75,7 @@ def test_not_finished(directory: Path) -> None:
     (directory / "manifest.json").unlink()
     assert "no manifest.json, so this is no finished packed directory" in refusal(directory)
     assert "no such directory" in refusal(directory / "nothing")
+    assert f"{FILE}: not a directory" in refusal(directory / FILE)
 
 
 def test_not_packed(quantized: Call) -> None:
@@ -111,6 +112,36 @@ def test_unknown_layout_version(directory: Path) -> None:
     message = refusal(directory)
     assert "lm_head: layout `cpu-vnni-bf16` has version 1 here, the file has 7" in message
     assert "model.layers.0.self_attn.q_proj: unknown layout `cpu-amx-int2`" in message
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"tp": [0], "ep": [0, 1]}', '{"tp": ["x", 1], "ep": [0, 1]}'])
+def test_broken_cut(directory: Path, text: str) -> None:
+    rewrite(directory, **{"tilewright.cut": text})
+    with pytest.raises(LayoutError, match="describes no cut"):
+        load_packed(directory)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "5"])
+def test_broken_modules(directory: Path, text: str) -> None:
+    rewrite(directory, **{"tilewright.modules": text})
+    assert "`tilewright.modules` is" in refusal(directory)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"files": []}', '{"files": {"model.safetensors": 5}}'])
+def test_manifest_without_files(directory: Path, text: str) -> None:
+    (directory / "manifest.json").write_text(text)
+    assert "manifest.json: has no `files`" in refusal(directory)
+
+
+@pytest.mark.parametrize("text", ["{}", '{"weight_map": []}', '{"weight_map": {}}'])
+def test_index_without_a_map(directory: Path, text: str) -> None:
+    (directory / "model.safetensors.index.json").write_text(text)
+    assert "index.json: no `weight_map`" in refusal(directory)
+
+
+def test_a_device_that_torch_does_not_know(directory: Path) -> None:
+    with pytest.raises(KernelUnavailableError, match="device `gpu`"):
+        load_packed(directory, device="gpu")
 
 
 def test_a_device_that_no_kernel_is_for(directory: Path) -> None:

@@ -192,3 +192,10 @@ def test_a_draft_model_of_the_mtp_layer(make_checkpoint: Make, convert: Make, pl
     assert {done.plan.fates[name].kind for name in (*shared, *rest)} == {"dropped"}
     without = make_checkpoint(rest, config)
     assert "needs exactly one layer behind the last regular one" in str(plan(without, "int8", mtp="draft").rejects)
+
+
+@pytest.mark.parametrize("stated", [5, "LlamaForCausalLM", [5], None])
+def test_architectures_that_are_no_names(stated: Any, make_checkpoint: Make, convert: Make) -> None:
+    config = CONFIG | {"architectures": stated}
+    done = convert(make_checkpoint({"model.layers.0.mlp.up_proj.weight": torch.ones(4, 4)}, config), "int8")
+    assert done.tensors["model.layers.0.mlp.up_proj.weight"].dtype == torch.int8

@@ -100,6 +100,18 @@ def test_int8_source_keeps_its_codes_or_is_dequantized(make_checkpoint: Make, co
     assert all(same_bytes(tensor, done[name]) for name, tensor in expected.items())
 
 
+@pytest.mark.parametrize("k", [1, 96, 256])
+@pytest.mark.parametrize("scale", [(1,), (1, 1)])
+def test_int8_with_one_output_channel_keeps_its_codes(
+    k: int, scale: tuple[int, ...], make_checkpoint: Make, convert: Make
+) -> None:
+    codes = torch.randint(-127, 128, (1, k), dtype=torch.int8, generator=torch.Generator().manual_seed(3))
+    tensors = {f"{MODULE}.weight": codes, f"{MODULE}.weight_scale": torch.full(scale, 0.37)}
+    done = convert(make_checkpoint(tensors, config({"quant_method": "w8a8_int8"})), "int8").tensors
+    assert same_bytes(done[f"{MODULE}.weight"], codes)
+    assert same_bytes(done[f"{MODULE}.weight_scale"], torch.full((1, 1), 0.37))
+
+
 def int4_source(module: str, group: int, n: int = 256, k: int = 256) -> tuple[dict[str, torch.Tensor], QTensor]:
     fmt = INT4_BY_GROUP[group]
     generator = torch.Generator().manual_seed(group)
