@@ -15,10 +15,10 @@ from .bounds import allowed_error, block_norms, row_runs
 from .strays import stray_blocks
 
 # Where codes were chosen by error feedback, columns make up for each other's errors, so each is off by more than its
-# rounding: up to 1.4 times as much over a matrix and 4 times in a block were seen (docs/accuracy.md). Damage to a whole
-# matrix, such as doubled scales or shifted codes, is off by 5 times as much and more.
-FEEDBACK_TENSOR = 2.0
-FEEDBACK_BLOCK = 6.0
+# rounding: up to 1.8 times as much over a matrix and 15 times in a block were seen (docs/accuracy.md). Damage to all of
+# a matrix, such as doubled scales or shifted codes, is off by 5 times as much and more.
+FEEDBACK_TENSOR = 3.0
+FEEDBACK_BLOCK = 24.0
 
 
 @dataclass(frozen=True)
