@@ -79,6 +79,8 @@ def run(command: click.Command, name: str, arguments: Sequence[str] | None = Non
         errors = sys.modules.get("tilewright.kernels.errors")
         if errors and isinstance(error, errors.TilewrightError):
             fail(error.message, error.hint)
+        if isinstance(error, OSError) and error.strerror:
+            fail(f"{error.filename or 'output'}: {error.strerror}", None)
         fail(f"{type(error).__name__}: {error}", "this is a bug; --debug shows where it happened")
 
 

@@ -159,6 +159,8 @@ def _read_config(root: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         hint = "SOURCE must be the directory that holds the model's config.json and its .safetensors files"
+        if cuts := sorted(path.name for path in root.glob("rank-*-of-*")):
+            hint = f"it holds the shares of a model that was cut; name one of them: {', '.join(cuts)}"
         raise CheckpointError(f"{root}: no config.json", hint=hint) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error

@@ -86,6 +86,28 @@ def find_kernel(name: str, spec: ModuleSpec, device: str) -> LinearKernel:
     )
 
 
+class _NoGradient(torch.autograd.Function):
+    """Passes a result on and refuses a backward pass; without it torch would warn and lose the gradient."""
+
+    @staticmethod
+    def forward(ctx: object, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: object, *gradients: torch.Tensor) -> tuple[None, None]:
+        raise KernelUnavailableError(
+            "packed layers compute no gradients", hint="run them under torch.inference_mode() or torch.no_grad()"
+        )
+
+
+def refuse_gradient(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The result `y` of a packed layer for `x`, through which no gradient can be taken."""
+    if not (x.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+        return y
+    result: torch.Tensor = _NoGradient.apply(y.detach(), x)
+    return result
+
+
 class PackedLinear(PackedWeight):
     """`y = x W^T + b` with a packed `W` [N, K]; `reference.py` states the arithmetic of each layout's operator.
 
@@ -99,7 +121,7 @@ class PackedLinear(PackedWeight):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply: x fp32, bf16 or fp16 [.., K] -> [.., N] in the same dtype."""
-        y = self.kernel.run(x, self.tensors(), self.out_features, self.bias)
+        y = refuse_gradient(self.kernel.run(x, self.tensors(), self.out_features, self.bias), x)
         return y if self.reduce is None else self.reduce(y)
 
 
@@ -187,6 +209,7 @@ class PackedExperts(nn.Module):
             limit=self.limit,
             first_expert=self.w13.spec.first_expert,
         )
+        y = refuse_gradient(y, x)
         return y if self.reduce is None else self.reduce(y)
 
 

@@ -133,3 +133,12 @@ def test_a_second_int4_quantization_is_measured(tmp_path: Path, capfd: pytest.Ca
 def test_an_absent_device_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert leave([str(MODEL), str(tmp_path / "out"), "--scheme", "int8", "--device", "cuda"]) == 1
     assert "torch finds no CUDA device" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_behind_stdout_is_no_bug() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-c", "from tilewright.cli.main import inspect_model; inspect_model()", str(MODEL)]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "error: output: No space left on device\n"

@@ -193,3 +193,12 @@ def test_compiles_without_graph_breaks() -> None:
         x, ids = torch.randn(tokens, 96).to(torch.bfloat16), torch.randint(0, 3, (tokens, 2))
         weights = torch.rand(tokens, 2)
         assert torch.equal(compiled(x, ids, weights), block(x, ids, weights))
+
+
+def test_gradients_are_refused_not_lost() -> None:
+    module = module_of(random_weight(INT8, (32, 64)))
+    x = torch.randn(3, 64)
+    y = module(x.clone().requires_grad_())
+    assert torch.equal(y, module(x))
+    with pytest.raises(KernelUnavailableError, match="no gradients"):
+        y.sum().backward()

@@ -244,3 +244,9 @@ def test_fuzzed_index(tmp_path: Path, index: Any) -> None:
     except CheckpointError:
         return
     assert {name: checkpoint.files.get(name) for name in index["weight_map"]} == index["weight_map"]
+
+
+def test_shares_of_a_cut_model_are_named(tmp_path: Path) -> None:
+    for rank in range(2):
+        (tmp_path / f"rank-{rank}-of-2").mkdir()
+    assert "name one of them: rank-0-of-2, rank-1-of-2" in refusal(tmp_path)
