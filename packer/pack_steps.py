@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 import torch
 
+from tilewright.kernels.errors import SchemeError
 from tilewright.kernels.formats import BF16, WeightFormat
 from tilewright.kernels.layouts.base import Layout
 from tilewright.kernels.module_spec import ModuleSpec
 from tilewright.kernels.tensors import QTensor
 
 from .cuts import Share
-from .sources.base import Reader
+from .sources.base import Reader, first_bad
 
 
 @dataclass(frozen=True)
@@ -44,12 +45,18 @@ class PackedPart:
         return sum(self.counts) + self.biases * len(self.counts)
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The packed tensors by full name."""
+        """The packed tensors by full name.
+
+        Raises:
+            SchemeError: A scale is NaN or infinite.
+        """
         remaining = iter(tensors)
         parts = []
         biases = []
         for reader, count in zip(self.readers, self.counts, strict=True):
-            parts.append(self.share.take(read_codes(reader, [next(remaining) for _ in range(count)], self.format)))
+            whole = read_codes(reader, [next(remaining) for _ in range(count)], self.format)
+            _check_scales(whole, self.output)
+            parts.append(self.share.take(whole))
             if self.biases:
                 biases.append(self.share.take_bias(next(remaining)).to(torch.float32))
         named = {f"{self.output}.{suffix}": tensor for suffix, tensor in self.layout.pack(join_parts(parts)).items()}
@@ -113,6 +120,16 @@ def read_codes(reader: Reader, tensors: Sequence[torch.Tensor], fmt: WeightForma
     q = reader.codes(tensors, fmt)
     assert q is not None, "the planner asked for a format that the reader does not keep"
     return q
+
+
+def _check_scales(q: QTensor, subject: str) -> None:
+    """A scale that is NaN or infinite spoils its whole block; codes are not searched, which would cost a pass."""
+    if q.scales is not None and not torch.isfinite(q.scales.to(torch.float32)).all():
+        _, index, value = first_bad([q.scales]) or (0, [], 0.0)
+        raise SchemeError(
+            f"{subject}: scale {index} is {value}; only finite scales can be packed",
+            hint="the source is damaged; fetch it or convert it again",
+        )
 
 
 def join_parts(parts: Sequence[QTensor]) -> QTensor:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tilewright.kernels.errors import SchemeError
 from tilewright.kernels.formats import FORMATS
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.module_spec import ModuleSpec
@@ -203,3 +204,14 @@ def test_a_packed_directory_is_not_packed_again(packed: Call, plan: Callable[[Pa
     (reject,) = plan(packed("tiny-qwen3-moe", "none")).rejects
     assert reject.reason == "is packed already"
     assert "--unpack" in str(reject.hint)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_scales_that_are_not_finite_are_named(value: float, write: Call, pack: Call) -> None:
+    scales = torch.full((2, 1), 0.5)
+    scales[1, 0] = value
+    codes = random(200, 64).to(torch.float8_e4m3fn)
+    module = "model.layers.0.mlp.up_proj"
+    source = write({f"{module}.weight": codes, f"{module}.weight_scale_inv": scales})
+    with pytest.raises(SchemeError, match=rf"{module}: scale \[1, 0\] is {value}"):
+        pack(source)
