@@ -39,7 +39,7 @@ class AmxIsa : public Panels {
                                       .task_rows = 256,
                                       .task_blocks = 8,
                                       .weights_ahead = 4096,
-                                      .turn = 128,
+                                      .turn = 512,
                                       .joint_blocks = 1};
 
   // A tile row of activations is 64 bytes; 32 where a group of int4 weights is no longer than that.
