@@ -19,10 +19,10 @@ def inspect_model(path: str, excluded: bool, as_json: bool) -> None:
 
     PATH is a directory, plain, quantized or packed, a .safetensors file or a hub id.
     """
-    from tilewright.packer.checkpoint import open_checkpoint
-    from tilewright.packer.exclusions import described, engine_views
     from tilewright.packer.inspect import inspect
     from tilewright.packer.inspect_text import describe
+    from tilewright.packer.quant_config.exclusions import described, engine_views
+    from tilewright.packer.sources.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(path)
     if excluded:

@@ -40,12 +40,12 @@ def pack_for_gpu(
     OUTPUT holds a directory for each rank. No GPU is needed.
     """
     from tilewright.kernels.module_spec import rank_directory
-    from tilewright.packer.checkpoint import open_checkpoint
-    from tilewright.packer.gate import Options
-    from tilewright.packer.journal import kept_headers
-    from tilewright.packer.pack import plan_pack, plan_ranks
-    from tilewright.packer.pack_target import GpuTarget
-    from tilewright.packer.unpack import plan_unpack
+    from tilewright.packer.engine.gate import Options
+    from tilewright.packer.engine.journal import kept_headers
+    from tilewright.packer.pack.planner import plan_pack, plan_ranks
+    from tilewright.packer.pack.target import GpuTarget
+    from tilewright.packer.pack.unpack import plan_unpack
+    from tilewright.packer.sources.checkpoint import open_checkpoint
 
     if unpack and ep > 1:
         raise click.UsageError("--ep says how to pack, --unpack does the opposite")

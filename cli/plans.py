@@ -10,9 +10,9 @@ import click
 from .options import print_json, say
 
 if TYPE_CHECKING:
-    from tilewright.packer.checkpoint import Checkpoint
-    from tilewright.packer.gate import Options
+    from tilewright.packer.engine.gate import Options
     from tilewright.packer.plan import Plan
+    from tilewright.packer.sources.checkpoint import Checkpoint
 
 
 def carry_out(
@@ -27,9 +27,9 @@ def carry_out(
         dry_run: Report what would be done, and stop.
         as_json: Report as one JSON document: of the plan, or a list if there are several.
     """
-    from tilewright.packer.gate import prepare
-    from tilewright.packer.pipeline import execute
-    from tilewright.packer.progress import Silent, progress_on
+    from tilewright.packer.engine.gate import prepare
+    from tilewright.packer.engine.pipeline import execute
+    from tilewright.packer.engine.progress import Silent, progress_on
     from tilewright.packer.summary import summarize
 
     for note in dict.fromkeys((*checkpoint.notes, *(note for plan in plans.values() for note in plan.notes))):

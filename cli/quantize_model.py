@@ -69,13 +69,13 @@ def quantize_model(source: str, output: Path, device: str, dry_run: bool, as_jso
 
     PATTERN is a dotted path, a part of one, a glob, or re:REGEX.
     """
-    from tilewright.packer.checkpoint import open_checkpoint
-    from tilewright.packer.gate import Options, prepare
-    from tilewright.packer.journal import kept_headers
-    from tilewright.packer.pipeline import execute
-    from tilewright.packer.progress import Silent, progress_on
-    from tilewright.packer.quantize import plan_quantize
-    from tilewright.packer.requantized import measure
+    from tilewright.packer.engine.gate import Options, prepare
+    from tilewright.packer.engine.journal import kept_headers
+    from tilewright.packer.engine.pipeline import execute
+    from tilewright.packer.engine.progress import Silent, progress_on
+    from tilewright.packer.quantize.planner import plan_quantize
+    from tilewright.packer.quantize.requantized import measure
+    from tilewright.packer.sources.checkpoint import open_checkpoint
     from tilewright.packer.summary import summarize
 
     running = Options(**{name: options.pop(name) for name in Options.__dataclass_fields__})
@@ -108,7 +108,7 @@ def quantize_model(source: str, output: Path, device: str, dry_run: bool, as_jso
 
 
 def _request(options: dict[str, Any]) -> Any:
-    from tilewright.packer.options import QuantizeOptions
+    from tilewright.packer.quantize.options import QuantizeOptions
 
     group = options.pop("group_size")
     return QuantizeOptions(group_size=int(group) if group else None, **options)

@@ -8,8 +8,8 @@ import time
 import torch
 
 from .plan import Plan
+from .quantize.steps import QuantizeStep, quantize_matrix
 from .solvers import SOLVERS
-from .steps import QuantizeStep, quantize_matrix
 
 SAMPLE = (256, 2048)  # rows and columns: a multiple of every block, and long enough to time
 

@@ -17,13 +17,13 @@ from tilewright.kernels.safetensors_file import DTYPE_NAMES
 
 from .architectures import architecture_of, text_config
 from .architectures.base import KEPT, Role
-from .checkpoint import Checkpoint
 from .manifest import read_manifest
-from .model_config import announced_mtp, mtp_tensors
-from .naming import canonical
-from .packed_modules import packed_modules, stored_inventory
+from .pack.modules import packed_modules, stored_inventory
+from .quantize.model_config import announced_mtp, mtp_tensors
+from .quantize.naming import canonical
+from .quantize.stacks import container_of
 from .sources import quantization_config
-from .stacks import container_of
+from .sources.checkpoint import Checkpoint
 
 ACTIVATION_SUFFIXES = (".input_scale", ".activation_scale", ".input_zero_point")  # of activations, not weights
 Kind = Literal["plain", "quantized", "packed"]

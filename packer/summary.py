@@ -12,12 +12,12 @@ from typing import Any
 from tilewright.kernels.safetensors_file import DTYPE_NAMES
 from tilewright.kernels.tensors import TensorSpec
 
-from .checkpoint import Checkpoint
+from .engine.gate import Job
 from .estimate import compute_seconds
-from .gate import Job
-from .parallel import Degree, described, expert_parallel, tensor_parallel
+from .pack.parallel import Degree, described, expert_parallel, tensor_parallel
 from .plan import Fate, Plan
 from .sources import take_inventory
+from .sources.checkpoint import Checkpoint
 
 NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.)")
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tilewright.packer.checkpoint import open_checkpoint
-from tilewright.packer.options import QuantizeOptions
-from tilewright.packer.pack import plan_pack
-from tilewright.packer.pack_target import CpuTarget
-from tilewright.packer.pipeline import execute
-from tilewright.packer.quantize import plan_quantize
+from tilewright.packer.engine.pipeline import execute
+from tilewright.packer.pack.planner import plan_pack
+from tilewright.packer.pack.target import CpuTarget
+from tilewright.packer.quantize.options import QuantizeOptions
+from tilewright.packer.quantize.planner import plan_quantize
+from tilewright.packer.sources.checkpoint import open_checkpoint
 
 MODELS = Path(__file__).parent.parent / "examples" / "models"
 

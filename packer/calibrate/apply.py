@@ -15,8 +15,8 @@ from tilewright.kernels.formats import FP8
 from tilewright.kernels.tensors import QTensor, Reject
 
 from ..plan import Copy, Plan, Step, Task
+from ..quantize.steps import Part, QuantizeStep
 from ..schemes.base import SIXTEEN_BITS, Target
-from ..steps import Part, QuantizeStep
 from .graph import FOLDS, in_folds
 from .method import Method, Wanted
 from .store import Store

@@ -16,13 +16,13 @@ from tilewright.kernels.module_spec import Cut, ModuleSpec
 from tilewright.kernels.tensors import QTensor
 
 from ..architectures import architecture_of, text_config
-from ..checkpoint import Checkpoint
 from ..manifest import solver_of
-from ..naming import canonical
-from ..packed_modules import packed_modules, stored_inventory
+from ..pack.modules import packed_modules, stored_inventory
 from ..plan import Source
+from ..quantize.naming import canonical
+from ..quantize.stacks import StackLayout, TransposedReader, container_of, decide, output_rows
 from ..sources.base import Reader, SourceWeight
-from ..stacks import StackLayout, TransposedReader, container_of, decide, output_rows
+from ..sources.checkpoint import Checkpoint
 from .contents import Contents, Weight
 
 ACTIVATION_SUFFIXES = (".input_scale", ".activation_scale", ".input_zero_point")  # of activations, not weights

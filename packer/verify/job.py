@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..checkpoint import Checkpoint, open_checkpoint
+from ..sources.checkpoint import Checkpoint, open_checkpoint
 from .contents import Contents
 from .directory import read_contents
 from .folds import follow_folds

@@ -15,9 +15,9 @@ from tilewright.kernels.module_spec import ModuleSpec
 from tilewright.kernels.modules import PackedExperts, PackedLinear, PackedStack, PackedWeight, build_module
 from tilewright.kernels.tensors import QTensor
 
-from ..checkpoint import Checkpoint
-from ..packed_modules import packed_modules
+from ..pack.modules import packed_modules
 from ..plan import Source
+from ..sources.checkpoint import Checkpoint
 from .results import LayerResult
 
 ROWS = (1, 5, 33)  # a decode step, a small batch, more rows than a tile

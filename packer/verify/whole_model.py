@@ -11,8 +11,8 @@ from transformers import AutoConfig
 from tilewright.kernels.errors import VerifyError
 from tilewright.kernels.hf import load_model
 
-from ..checkpoint import Checkpoint
-from ..packed_modules import packed_modules
+from ..pack.modules import packed_modules
+from ..sources.checkpoint import Checkpoint
 from .contents import Contents
 from .dequantized import stream_dequantized
 from .job import Request, Side

@@ -9,12 +9,7 @@ import torch
 
 from tilewright.kernels import convert, ops
 from tilewright.kernels.formats import FORMATS, FP8, INT4_G32, INT4_G128, INT8, WeightFormat
-from tilewright.packer.solvers.blocks import (
-    block_amax_formula,
-    encode_formula,
-    round_to_codes,
-    scales_from_amax,
-)
+from tilewright.packer.solvers.blocks import block_amax_formula, encode_formula, round_to_codes, scales_from_amax
 from tilewright.packer.solvers.mse import squared_error_formula
 
 ISAS = [status.name for status in ops.kernel_report() if status.available and not status.name.startswith("amx")]

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 from tilewright.kernels.engines import ENGINES, engine_parameters
 from tilewright.kernels.errors import LayoutError
 from tilewright.kernels.packed import load_packed
-from tilewright.packer.checkpoint import open_checkpoint
-from tilewright.packer.pack import plan_pack
-from tilewright.packer.pack_target import CpuTarget
-from tilewright.packer.pipeline import execute
+from tilewright.packer.engine.pipeline import execute
+from tilewright.packer.pack.planner import plan_pack
+from tilewright.packer.pack.target import CpuTarget
+from tilewright.packer.sources.checkpoint import open_checkpoint
 
 Call = Callable[..., Path]
 LAYER = "model.layers.1"

@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 import tilewright
-from tilewright.packer.checkpoint import open_checkpoint
-from tilewright.packer.pack import plan_pack
-from tilewright.packer.pack_target import CpuTarget
-from tilewright.packer.pipeline import execute
+from tilewright.packer.engine.pipeline import execute
+from tilewright.packer.pack.planner import plan_pack
+from tilewright.packer.pack.target import CpuTarget
+from tilewright.packer.sources.checkpoint import open_checkpoint
 
 SMALL = {
     "vocab_size": 96,

@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 
 from tilewright.kernels.errors import SchemeError
 from tilewright.kernels.tensors import TensorSpec
-from tilewright.packer.checkpoint import Checkpoint
-from tilewright.packer.options import QuantizeOptions
 from tilewright.packer.plan import Copy, Fate, Piece, Plan, Source, Task
-from tilewright.packer.quantize import plan_quantize
+from tilewright.packer.quantize.options import QuantizeOptions
+from tilewright.packer.quantize.planner import plan_quantize
+from tilewright.packer.sources.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from tilewright.kernels.linear_kernels import LINEAR_KERNELS
 from tilewright.kernels.module_spec import ModuleSpec
 from tilewright.kernels.modules import PackedExperts, PackedStack
 from tilewright.kernels.tensors import QTensor
-from tilewright.packer.checkpoint import open_checkpoint
-from tilewright.packer.pack import plan_pack
-from tilewright.packer.pack_target import GpuTarget
-from tilewright.packer.pipeline import execute
+from tilewright.packer.engine.pipeline import execute
+from tilewright.packer.pack.planner import plan_pack
+from tilewright.packer.pack.target import GpuTarget
+from tilewright.packer.sources.checkpoint import open_checkpoint
 
 Call = Callable[..., Path]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -9,9 +9,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tilewright.packer.architectures.base import KEPT
-from tilewright.packer.checkpoint import open_checkpoint
-from tilewright.packer.options import QuantizeOptions
-from tilewright.packer.quantize import plan_quantize
+from tilewright.packer.quantize.options import QuantizeOptions
+from tilewright.packer.quantize.planner import plan_quantize
+from tilewright.packer.sources.checkpoint import open_checkpoint
 
 BASE = {
     **{"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "pad_token_id": 0},

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tilewright.packer.checkpoint import open_checkpoint
-from tilewright.packer.pack import plan_pack
-from tilewright.packer.pack_target import CpuTarget
-from tilewright.packer.pipeline import execute
+from tilewright.packer.engine.pipeline import execute
+from tilewright.packer.pack.planner import plan_pack
+from tilewright.packer.pack.target import CpuTarget
+from tilewright.packer.pack.unpack import plan_unpack
 from tilewright.packer.plan import Plan
-from tilewright.packer.unpack import plan_unpack
+from tilewright.packer.sources.checkpoint import open_checkpoint
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -14,11 +14,11 @@ from tilewright.kernels.module_spec import Cut
 from tilewright.kernels.modules import PackedExperts
 from tilewright.kernels.packed import load_packed
 from tilewright.kernels.tensors import QTensor
-from tilewright.packer.checkpoint import open_checkpoint
-from tilewright.packer.cuts import Share, cut_of, cut_rejects
-from tilewright.packer.pack import plan_ranks
-from tilewright.packer.pack_target import CpuTarget
-from tilewright.packer.pipeline import execute
+from tilewright.packer.engine.pipeline import execute
+from tilewright.packer.pack.cuts import Share, cut_of, cut_rejects
+from tilewright.packer.pack.planner import plan_ranks
+from tilewright.packer.pack.target import CpuTarget
+from tilewright.packer.sources.checkpoint import open_checkpoint
 
 Call = Callable[..., Path]
 

@@ -15,7 +15,7 @@ from tilewright.kernels.formats import FORMATS
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.module_spec import ModuleSpec
 from tilewright.kernels.safetensors_file import read_header
-from tilewright.packer.pack_steps import split_parts
+from tilewright.packer.pack.steps import split_parts
 from tilewright.packer.plan import Plan
 from tilewright.packer.schemes import SCHEMES
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewright.packer.checkpoint import open_checkpoint
+from tilewright.packer.pack.unpack import plan_unpack
 from tilewright.packer.schemes import SCHEMES
-from tilewright.packer.unpack import plan_unpack
+from tilewright.packer.sources.checkpoint import open_checkpoint
 
 FORMS = [("none", None)] + [(scheme.id, form) for scheme in SCHEMES.values() for form in scheme.forms]
 Call = Callable[..., Path]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tilewright.kernels.errors import TilewrightError
-from tilewright.packer.options import QuantizeOptions
+from tilewright.packer.quantize.options import QuantizeOptions
 from tilewright.packer.schemes import SCHEMES
 
 Make = Callable[..., Any]

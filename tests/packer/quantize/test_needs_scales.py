@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tilewright.kernels.layouts import LAYOUTS
-from tilewright.packer.parallel import tensor_parallel
+from tilewright.packer.pack.parallel import tensor_parallel
 from tilewright.packer.schemes import SCHEMES
 from tilewright.packer.sources import take_inventory
 from tilewright.packer.summary import summarize

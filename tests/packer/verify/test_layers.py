@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tilewright.kernels import linear_kernels
-from tilewright.packer.checkpoint import open_checkpoint
+from tilewright.packer.sources.checkpoint import open_checkpoint
 from tilewright.packer.verify import layers
 from tilewright.packer.verify.layers import check_layers, layer_names
 

@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tilewright.packer.checkpoint import open_checkpoint
-from tilewright.packer.options import QuantizeOptions
-from tilewright.packer.pack import plan_pack
-from tilewright.packer.pack_target import CpuTarget
-from tilewright.packer.pipeline import execute
-from tilewright.packer.quantize import plan_quantize
+from tilewright.packer.engine.pipeline import execute
+from tilewright.packer.pack.planner import plan_pack
+from tilewright.packer.pack.target import CpuTarget
+from tilewright.packer.quantize.options import QuantizeOptions
+from tilewright.packer.quantize.planner import plan_quantize
+from tilewright.packer.sources.checkpoint import open_checkpoint
 
 pytest.importorskip("transformers")
 
@@ -27,7 +27,7 @@ HIDDEN, INNER = 512, 2048
 MEASURE = """
 import sys, torch
 from pathlib import Path
-from tilewright.packer.checkpoint import open_checkpoint
+from tilewright.packer.sources.checkpoint import open_checkpoint
 from tilewright.packer.verify.directory import read_contents
 from tilewright.packer.verify.job import Request
 from tilewright.packer.verify.whole_model import compare_directories

@@ -1,0 +1,1 @@
+"""Execute a plan: workers, memory, files, restart."""

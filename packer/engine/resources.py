@@ -1,0 +1,105 @@
+"""What a job needs of memory and disk, and what there is."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+
+from ..plan import Copy, Plan, Task
+from ..sources.checkpoint import Checkpoint
+from .shards import ShardPlan
+from .writer import CHUNK
+
+BASE_MEMORY = 300 << 20  # bytes: torch itself, headers, buffers
+STRIP_MEMORY = 32 << 20  # bytes: weights are quantized a strip at a time
+SPARE_DISK = 1 << 20  # bytes: index, ledger, manifest, directories, rounding to blocks
+
+
+def task_memory(task: Task, checkpoint: Checkpoint) -> int:
+    """Bytes that a task allocates at most, by estimate: four for each weight, a strip in work, and what it gives.
+
+    A byte of an 8-bit or packed integer tensor may hold two weights of four bits.
+    """
+    if isinstance(task.step, Copy):
+        return 2 * CHUNK
+    weights = 0
+    for source in task.sources:
+        spec = checkpoint.spec(source.name)
+        count = math.prod(spec.shape if source.index is None else spec.shape[1:])
+        packed = not spec.dtype.is_floating_point or spec.dtype.itemsize == 1
+        weights += 2 * count * spec.dtype.itemsize if packed else count
+    return 4 * weights + STRIP_MEMORY + sum(piece.spec.nbytes for piece in task.pieces)
+
+
+def memory_plan(plan: Plan, checkpoint: Checkpoint, jobs: int | None, memory: int | None) -> tuple[int, int, int]:
+    """How many tasks run at once and what they may need.
+
+    Args:
+        plan: The tasks.
+        checkpoint: Their sources.
+        jobs: Tasks at once that are wished for; None: one for each CPU that this process may use.
+        memory: Bytes that the process may allocate; None: four fifths of what is available.
+
+    Returns:
+        Number of workers; bytes that the tasks may need together, at least as much as the largest one does, so that
+        it can run alone; bytes that the process will need at most by estimate.
+    """
+    memory = available_memory() * 4 // 5 if memory is None else memory
+    sizes = sorted((task_memory(task, checkpoint) for task in plan.tasks), reverse=True)
+    workers = max(1, min(jobs or len(os.sched_getaffinity(0)), len(sizes)))
+    budget = max(memory - BASE_MEMORY, *sizes[:1], 0)
+    return workers, budget, BASE_MEMORY + min(budget, sum(sizes[:workers]))
+
+
+def available_memory() -> int:
+    """Bytes that this process can get without swapping, by the kernel and by the control group."""
+    with Path("/proc/meminfo").open(encoding="ascii") as lines:
+        kib = {key: int(rest.split()[0]) for key, rest in (line.split(":") for line in lines)}
+    available = kib["MemAvailable"] << 10
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.exists() and (text := limit.read_text(encoding="ascii").strip()).isdecimal():
+        available = min(available, int(text))
+    return available
+
+
+def disk_free(output: Path) -> int:
+    """Bytes that can be written where `output` lies or will lie."""
+    place = next(path for path in (output.absolute(), *output.absolute().parents) if path.exists())
+    return shutil.disk_usage(place).free
+
+
+def disk_needed(shards: tuple[ShardPlan, ...], checkpoint: Checkpoint, output: Path, consume: bool) -> int:
+    """Bytes that a run still occupies at its peak, beside what an earlier one left in `output` and it will reuse.
+
+    With `consume`, deleted source shards make room; the count allows for two output shards being written at a time.
+    """
+    waiting = Counter(file for shard in shards for file in source_files(shard, checkpoint))
+    freed = [0]
+    for shard in shards:
+        done = 0
+        for file in source_files(shard, checkpoint):
+            waiting[file] -= 1
+            path = checkpoint.headers[file].path
+            if waiting[file] == 0 and consume and _same_device(path, output):
+                done += path.stat().st_blocks * 512
+        freed.append(freed[-1] + done)
+    peak = used = 0
+    for number, shard in enumerate(shards):
+        used += shard.size
+        peak = max(peak, used - freed[max(number - 1, 0)])
+    side = sum((checkpoint.root / path).stat().st_size for path in checkpoint.side_files)
+    there = sum(path.stat().st_blocks * 512 for path in output.rglob("*") if path.is_file()) if output.exists() else 0
+    return max(peak + side + SPARE_DISK - there, 0)
+
+
+def source_files(shard: ShardPlan, checkpoint: Checkpoint) -> set[str]:
+    """Names of the source shards that an output shard is made of."""
+    return {checkpoint.files[source.name] for task in shard.tasks for source in task.sources}
+
+
+def _same_device(path: Path, output: Path) -> bool:
+    place = next(p for p in (output.absolute(), *output.absolute().parents) if p.exists())
+    return path.stat().st_dev == place.stat().st_dev

@@ -1,0 +1,1 @@
+"""Plan the packing of a checkpoint, and the way back."""

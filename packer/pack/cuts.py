@@ -1,0 +1,130 @@
+"""Which share of each weight a rank holds when a model is cut for tensor- and expert-parallel runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewright.kernels.formats import WeightFormat
+from tilewright.kernels.module_spec import Cut
+from tilewright.kernels.tensors import QTensor, Reject, TensorSpec
+
+from ..architectures import text_config
+from .parallel import BY_COLUMNS, BY_ROWS
+
+FUSED = ("qkv_proj", "gate_up_proj", "query_key_value", "in_proj_qkvz")  # several matrices in one, each to be cut
+HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
+
+
+@dataclass(frozen=True)
+class Share:
+    """One rank's share of a weight: number and count of equal shares.
+
+    Attributes:
+        rows: Of the rows of each part.
+        columns: Of the columns; the products of all shares are to be added.
+        experts: Of the experts.
+    """
+
+    rows: tuple[int, int] = (0, 1)
+    columns: tuple[int, int] = (0, 1)
+    experts: tuple[int, int] = (0, 1)
+
+    def take(self, q: QTensor) -> QTensor:
+        """The share of one matrix [N, K]; a block of scales that is cut in two goes to both sides."""
+        if self.rows[1] == self.columns[1] == 1:
+            return q
+        n, k = q.shape
+        rows, columns = _range(self.rows, n), _range(self.columns, k)
+        fmt = q.format
+        grid_rows = slice(rows.start // fmt.block_n, -(-rows.stop // fmt.block_n)) if fmt.has_scales else slice(None)
+        grid_columns = slice(None)
+        if fmt.block_k:
+            grid_columns = slice(columns.start // fmt.block_k, -(-columns.stop // fmt.block_k))
+        return QTensor(
+            fmt,
+            q.codes[rows, columns].contiguous(),
+            None if q.scales is None else q.scales[grid_rows, grid_columns].contiguous(),
+            None if q.zeros is None else q.zeros[grid_rows, grid_columns].contiguous(),
+        )
+
+    def take_bias(self, bias: torch.Tensor) -> torch.Tensor:
+        """The share of a bias [N]: where products are added, the first rank's has it and the others' is zero."""
+        mine = bias[_range(self.rows, len(bias))]
+        return torch.zeros_like(mine) if self.columns[0] else mine
+
+    def against(self, fmt: WeightFormat, n: int, k: int) -> str | None:
+        """Why a matrix [N, K] has no such share, or None if it has one."""
+        if n % self.rows[1]:
+            return f"{n} rows are not {self.rows[1]} equal shares"
+        if k % self.columns[1]:
+            return f"{k} columns are not {self.columns[1]} equal shares"
+        share = n // self.rows[1]
+        if self.rows[1] > 1 and fmt.block_n > 1 and share % fmt.block_n and fmt.block_n % share:
+            return f"{share} rows of each share span blocks of {fmt.block_n} that begin elsewhere"
+        share = k // self.columns[1]
+        if self.columns[1] > 1 and fmt.block_k and share % fmt.block_k and fmt.block_k % share:
+            return f"{share} columns of each share span blocks of {fmt.block_k} that begin elsewhere"
+        return None
+
+
+def _range(share: tuple[int, int], size: int) -> slice:
+    number, count = share
+    return slice(size // count * number, size // count * (number + 1))
+
+
+def cut_of(rank: int, tp: int, ep: int) -> Cut:
+    """The cut of one of `max(tp, ep)` ranks; with both, a group of tp / ep ranks shares the same experts."""
+    if tp == 1:
+        return Cut((0, 1), (rank, ep))
+    return Cut((rank, tp), (rank // (tp // ep), ep))
+
+
+def share_of(projection: str, cut: Cut, is_expert: bool) -> Share:
+    """The share of a weight whose module path ends in `projection`.
+
+    Args:
+        projection: Last part of the path, such as `q_proj`.
+        cut: The rank's cut.
+        is_expert: Whether it is a routed expert's.
+    """
+    number, count = cut.tp
+    experts = (0, 1)
+    if is_expert:
+        experts = cut.ep
+        if count > 1:
+            count //= cut.ep[1]
+            number %= count
+    if projection in BY_ROWS:
+        return Share(rows=(number, count), experts=experts)
+    if projection in BY_COLUMNS:
+        return Share(columns=(number, count), experts=experts)
+    return Share(experts=experts)
+
+
+def cut_rejects(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], tp: int, ep: int) -> Iterable[Reject]:
+    """Why a model as a whole cannot be cut so.
+
+    Args:
+        config: Its config.json.
+        specs: All tensors of the source.
+        tp: Ranks that matrices are cut for.
+        ep: Groups of ranks that experts are dealt to.
+    """
+    text = text_config(config)
+    if tp > 1 and tp % ep:
+        yield Reject("--ep", f"{tp} ranks are not {ep} equal groups", "choose --ep so that it divides --tp")
+    for key in ("num_attention_heads", "num_key_value_heads"):
+        count = text.get(key)
+        if isinstance(count, int) and count % tp:
+            yield Reject("config.json", f"{key} = {count} is not {tp} equal shares")
+    for name, spec in specs.items():
+        module = name.removesuffix(".weight").rpartition(".")[2]
+        if tp > 1 and module in FUSED and len(spec.shape) == 2:
+            yield Reject(name, "holds several matrices in one, and no rule says how to cut it")
+        head = text.get("head_dim")
+        if tp > 1 and name.endswith(HEAD_NORMS) and isinstance(head, int) and spec.shape != (head,):
+            yield Reject(name, f"normalises all heads together: {list(spec.shape)}, head_dim = {head}")

@@ -1,0 +1,123 @@
+"""Absorbed latent attention: `kv_b_proj` split by head into the matrices `w_kc` and `w_vc`.
+
+`kv_b_proj` [heads * (nope + value), rank] turns the cached latents into keys and values of every head. Where queries
+are brought into the latent space instead, none of them are made: scores are `(q_nope W_k) latent^T` and results are
+`(p latent) W_v^T`. Those two products take, for each head h with the rows `W = kv_b_proj[h * (nope + value) :]`,
+
+    w_kc[h] = W[:nope]^T               [rank, nope]
+    w_vc[h] = W[nope : nope + value]   [value, rank]
+
+which `ops.bmm` multiplies by. Block FP8 keeps its codes and scales where each head's rows lie in blocks of their own or
+inside one; all else is dequantized and rounded to bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilewright.kernels.formats import BF16, FP8, WeightFormat
+from tilewright.kernels.layouts.base import Layout
+from tilewright.kernels.tensors import QTensor, Reject
+
+from ..architectures import text_config
+from ..sources.base import Reader, SourceWeight
+from .cuts import Share
+from .steps import read_codes
+
+PROJECTION = "kv_b_proj"
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Sizes of the heads that one rank holds.
+
+    Attributes:
+        count: Number of heads.
+        nope: Size of the part of a key that has no position.
+        value: Size of a value.
+        rank: Size of a latent.
+    """
+
+    count: int
+    nope: int
+    value: int
+    rank: int
+
+    def format(self, fmt: WeightFormat) -> WeightFormat:
+        """FP8 where each part of a head lies in whole blocks of scales or inside one, else bf16."""
+        fits = self.nope == self.value and (self.nope % FP8.block_n == 0 or FP8.block_n % self.nope == 0)
+        return FP8 if fmt is FP8 and fits else BF16
+
+    def shapes(self) -> dict[str, tuple[int, int, int]]:
+        """Logical shapes of the two stacks."""
+        return {"w_kc": (self.count, self.rank, self.nope), "w_vc": (self.count, self.value, self.rank)}
+
+
+def heads_of(weight: SourceWeight, config: Mapping[str, Any], ranks: int) -> Heads | Reject:
+    """The heads of a `kv_b_proj` of which each of `ranks` ranks holds an equal share."""
+    text = text_config(config)
+    keys = ("num_attention_heads", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank")
+    sizes = [text.get(key) for key in keys]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        return Reject(weight.module, f"config.json lacks one of {', '.join(keys)}")
+    heads, nope, value, rank = (int(size) for size in sizes if size)
+    if weight.shape != (heads * (nope + value), rank):
+        reason = f"is {list(weight.shape)}, config.json says {heads} heads of {nope} + {value} rows and {rank} columns"
+        return Reject(weight.module, reason)
+    return Heads(heads // ranks, nope, value, rank)
+
+
+@dataclass(frozen=True)
+class AbsorbStep:
+    """Makes `w_kc` and `w_vc` of one `kv_b_proj`.
+
+    Attributes:
+        prefix: Path of the attention.
+        reader: Reads the matrix.
+        source: Format of its codes.
+        share: Which share of it this rank holds.
+        heads: The heads in that share.
+        layout: Layout of the two.
+    """
+
+    prefix: str
+    reader: Reader
+    source: WeightFormat
+    share: Share
+    heads: Heads
+    layout: Layout
+
+    def run(self, sources: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The packed tensors by name."""
+        q = self.share.take(read_codes(self.reader, sources, self.source))
+        keys, values = split_heads(q, self.heads)
+        named = {f"{self.prefix}.w_kc.{suffix}": tensor for suffix, tensor in self.layout.pack(keys).items()}
+        return named | {f"{self.prefix}.w_vc.{suffix}": tensor for suffix, tensor in self.layout.pack(values).items()}
+
+
+def split_heads(q: QTensor, heads: Heads) -> tuple[QTensor, QTensor]:
+    """`w_kc` [heads, rank, nope] and `w_vc` [heads, value, rank] of a `kv_b_proj` [heads * (nope + value), rank]."""
+    fmt = heads.format(q.format)
+    if fmt is BF16:
+        rows = q.dequantize().to(torch.bfloat16).reshape(heads.count, heads.nope + heads.value, heads.rank)
+        keys, values = rows.split([heads.nope, heads.value], 1)
+        return QTensor(BF16, keys.transpose(1, 2).contiguous()), QTensor(BF16, values.contiguous())
+    assert q.scales is not None
+    codes = q.codes.view(torch.uint8).reshape(heads.count, heads.nope + heads.value, heads.rank)
+    keys, values = codes.split([heads.nope, heads.value], 1)
+    starts = torch.arange(heads.count) * (heads.nope + heads.value)
+    steps = torch.arange(-(-heads.nope // FP8.block_n)) * FP8.block_n
+    key_rows = (starts[:, None] + steps) // FP8.block_n  # [heads, blocks of a head]
+    value_rows = (starts[:, None] + heads.nope + steps) // FP8.block_n
+    return (
+        QTensor(
+            FP8,
+            keys.transpose(1, 2).contiguous().view(FP8.code_dtype),
+            q.scales[key_rows].transpose(1, 2).contiguous(),
+        ),
+        QTensor(FP8, values.contiguous().view(FP8.code_dtype), q.scales[value_rows]),
+    )

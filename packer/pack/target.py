@@ -1,0 +1,98 @@
+"""What a checkpoint is packed for: which weights, and the layout of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from tilewright.kernels.formats import INT4_BY_GROUP, WeightFormat
+from tilewright.kernels.layouts import LAYOUTS
+from tilewright.kernels.layouts.base import Layout
+from tilewright.kernels.tensors import Reject
+
+from ..architectures.base import Role
+
+PACKED_PREFIXES = ("cpu-", "gpu-")  # ids of layouts that kernels read; all others are checkpoint layouts
+
+
+class Target(Protocol):
+    """What is packed for: decides the layout of each weight.
+
+    Attributes:
+        id: Name of the target.
+        roles: Roles of the weights that are packed; all others are copied.
+        reduces_scales: Whether static activation scales of a layer's experts are also stored as one.
+        absorbs: Whether `kv_b_proj` of latent attention is also split into `w_kc` and `w_vc`.
+    """
+
+    @property
+    def id(self) -> str: ...  # noqa: D102
+
+    @property
+    def roles(self) -> tuple[Role, ...]: ...  # noqa: D102
+
+    @property
+    def reduces_scales(self) -> bool: ...  # noqa: D102
+
+    @property
+    def absorbs(self) -> bool: ...  # noqa: D102
+
+    def layout(self, role: Role, fmt: WeightFormat, shape: tuple[int, ...], parts: int) -> Layout | Reject | None:
+        """The layout of a weight; a reject if it cannot be packed; None if this target leaves it as it is."""
+
+
+@dataclass(frozen=True)
+class CpuTarget:
+    """Every weight in the first CPU layout that accepts it.
+
+    Attributes:
+        preferred: Layout to prefer, or None.
+        id: Name of the target.
+        roles: Roles of the weights that are packed.
+        reduces_scales: See `Target`.
+        absorbs: See `Target`.
+    """
+
+    preferred: str | None = None
+    id: str = "cpu"
+    roles: tuple[Role, ...] = ("linear", "expert", "head", "shared-gate", "mtp-projection")
+    reduces_scales: bool = False
+    absorbs: bool = False
+
+    def layout(self, role: Role, fmt: WeightFormat, shape: tuple[int, ...], parts: int) -> Layout | Reject | None:
+        """The preferred layout where it accepts the weight, else the first CPU layout that does."""
+        names = [self.preferred] if self.preferred else []
+        names += [name for name in LAYOUTS if name.startswith(f"{self.id}-")]
+        rejects = []
+        for name in names:
+            reject = LAYOUTS[name].accepts(fmt, shape, parts)
+            if reject is None:
+                return LAYOUTS[name]
+            rejects.append(str(reject))
+        return Reject(fmt.id, f"no layout takes {list(shape)}: {'; '.join(rejects)}")
+
+
+@dataclass(frozen=True)
+class GpuTarget:
+    """The int4 experts in one GPU layout; all else as it is, for the engine that runs it.
+
+    Attributes:
+        preferred: The layout.
+        id: Name of the target.
+        roles: Roles of the weights that are packed.
+        reduces_scales: See `Target`.
+        absorbs: See `Target`.
+    """
+
+    preferred: str = "gpu-hopper-w4"
+    id: str = "gpu"
+    roles: tuple[Role, ...] = ("expert",)
+    reduces_scales: bool = True
+    absorbs: bool = False
+
+    def layout(self, role: Role, fmt: WeightFormat, shape: tuple[int, ...], parts: int) -> Layout | Reject | None:
+        """The layout, or why it cannot hold the weight."""
+        if fmt not in INT4_BY_GROUP.values():
+            hint = "convert the checkpoint with `quantize-model --scheme w4afp8` first"
+            return Reject(fmt.id, "experts are packed for GPUs in int4 alone", hint)
+        return LAYOUTS[self.preferred].accepts(fmt, shape, parts) or LAYOUTS[self.preferred]

@@ -1,0 +1,1 @@
+"""Plan a conversion: what becomes of every tensor."""

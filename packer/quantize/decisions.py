@@ -1,0 +1,284 @@
+"""The fate of each weight and each loose tensor: quantized into what, or left alone and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from tilewright.kernels.formats import FORMATS
+from tilewright.kernels.tensors import Reject, TensorSpec
+
+from ..architectures.base import KEPT, W_NAMES, Architecture, Role
+from ..quant_config.w4afp8 import UNCALIBRATED_INPUT_SCALE
+from ..schemes.base import SIXTEEN_BITS, Form, Target
+from ..sources import Inventory
+from ..sources.base import SourceWeight
+from .naming import Naming, canonical
+from .options import QuantizeOptions
+from .rules import Pattern, first_match
+from .stacks import StackLayout, TransposedReader, container_of, decide, output_rows, transposable
+from .steps import Part
+
+Action = Literal["quantize", "dequantize", "keep", "drop"]
+W_INPUT_SCALES = tuple(f".{name}.input_scale" for name in W_NAMES.values())
+LOOSE = (  # tensors that are no matrix of a module, and why they keep their bytes
+    (re.compile(r"\.bias$|_bias$"), "bias"),
+    (re.compile(r"norm\w*\.weight$|layernorm|(?:^|\.)ln_\w+\.weight$"), "normalisation"),
+    (re.compile(r"conv\w*\.weight$|patch_embed"), "convolution"),
+    (re.compile(r"\.(?:A_log|D|dt_bias|sinks|inv_freq|k_scale|v_scale|q_scale|layer_scalar)$"), "small parameter"),
+)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of one weight, one expert of a stack, or one loose tensor.
+
+    Attributes:
+        role: What the name is.
+        action: What is done.
+        reason: Why, for people.
+        names: Source tensors concerned, the weight first.
+        weight: The weight, None for a loose tensor.
+        index: Expert of a stack, None for anything whole.
+        parts: The output matrices.
+        bias: A stacked bias that is cut up beside the weight.
+        carried: Companions of the weight that the output needs as they are.
+    """
+
+    role: Role
+    action: Action
+    reason: str
+    names: tuple[str, ...]
+    weight: SourceWeight | None = None
+    index: int | None = None
+    parts: tuple[Part, ...] = ()
+    bias: str | None = None
+    carried: tuple[str, ...] = ()
+
+    @property
+    def quantized(self) -> tuple[Part, ...]:
+        """The parts that are stored in fewer than 16 bits."""
+        return tuple(part for part in self.parts if part.target and part.target != SIXTEEN_BITS)
+
+
+@dataclass
+class Decider:
+    """Applies rules and patterns to an inventory.
+
+    Attributes:
+        config: config.json of the source.
+        architecture: The family of the model.
+        form: The scheme in its chosen spelling.
+        options: The request.
+        group: int4 group size.
+        mtp: Names of the tensors of MTP layers.
+        naming: Names of the output.
+        notes: What is worth telling.
+        rejects: Why the plan cannot be carried out.
+    """
+
+    config: Mapping[str, Any]
+    architecture: Architecture
+    form: Form
+    options: QuantizeOptions
+    group: int
+    mtp: set[str] = field(default_factory=set)
+    naming: Naming = Naming()
+    notes: list[str] = field(default_factory=list)
+    rejects: list[Reject] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._exclude = [Pattern(text) for text in self.options.exclude]
+        self._include = [Pattern(text) for text in self.options.include]
+
+    def decide(self, inventory: Inventory, specs: Mapping[str, TensorSpec]) -> list[Decision]:
+        """One decision per matrix, expert of a stack, and loose tensor, in source order."""
+        layouts = self._stack_layouts(inventory.weights)
+        decided: list[Decision] = []
+        stacks: dict[str, list[list[Decision]]] = {}  # container -> for each of its stacks, one decision per expert
+        for weight in inventory.weights:
+            container = container_of(weight.module) if len(weight.shape) == 3 else None
+            if container is None:
+                decided.append(self._matrix(weight))
+            elif container in layouts:
+                bias = f"{weight.module}_bias"
+                experts = self._stack(weight, layouts[container], bias if bias in specs else None)
+                stacks.setdefault(container, []).append(experts)
+        for members in stacks.values():
+            untouched = all(decision.action == "keep" for experts in members for decision in experts)
+            for experts in members:
+                decided += _whole(experts) if untouched else [_cut(decision) for decision in experts]
+        whole = {name for decision in decided for name in (*decision.names, decision.bias)}
+        decided += [self._loose(name, specs[name]) for name in inventory.loose if name not in whole]
+        self._unmatched()
+        order = {name: position for position, name in enumerate(specs)}
+        return sorted(decided, key=lambda decision: (order[decision.names[0]], decision.index or 0))
+
+    def _unmatched(self) -> None:
+        for flag, patterns in (("--exclude", self._exclude), ("--include", self._include)):
+            for pattern in (pattern for pattern in patterns if not pattern.matched):
+                reason = "matches no module of the source"
+                if self.options.strict:
+                    hint = "patterns are dotted paths, tails, globs or re:regex; see --dry-run for the names"
+                    self.rejects.append(Reject(f"{flag} {pattern.text}", reason, hint))
+                else:
+                    self.notes.append(f"{flag} {pattern.text}: {reason}")
+
+    def _loose(self, name: str, spec: TensorSpec) -> Decision:
+        role = self.architecture.role(name.removesuffix(".weight"))
+        if dropped := self._dropped(name, role):
+            return Decision(role, "drop", dropped, (name,))
+        reason = next((reason for pattern, reason in LOOSE if pattern.search(name)), None)
+        if reason is None and role == "other":
+            reason = KEPT["other"]
+            if self.options.strict:
+                hint = "without --strict it is copied as it is"
+                self.rejects.append(Reject(name, f"{spec.dtype} {list(spec.shape)}: {reason}", hint))
+        return Decision(role, "keep", reason or KEPT.get(role, "no matrix"), (name,))
+
+    def _matrix(self, weight: SourceWeight) -> Decision:
+        n, k = weight.shape
+        module = canonical(weight.module)
+        role = self.architecture.role(module)
+        names = (*weight.tensors, *weight.companions)
+        if dropped := self._dropped(names[0], role):
+            return Decision(role, "drop", dropped, names)
+        part, reason = self._part(module, role, (0, n, 1), k, weight)
+        carried = tuple(name for name in weight.companions if name.endswith(W_INPUT_SCALES) and self.form.input_scale)
+        return Decision(role, _action((part,)), reason, names, weight, None, (part,), carried=carried)
+
+    def _dropped(self, name: str, role: Role) -> str | None:
+        """Why a tensor is left out; None if it is not."""
+        if self.options.mtp == "drop" and name in self.mtp:
+            return "MTP layer, --mtp drop"
+        if self.options.mtp == "draft" and name not in self.mtp:
+            return "not part of the draft model"
+        if self.options.mtp == "draft" and role in {"embedding", "head"}:
+            return "the draft model shares it with its target"
+        return None
+
+    def _part(
+        self, module: str, role: Role, rows: tuple[int, int, int], k: int, weight: SourceWeight
+    ) -> tuple[Part, str]:
+        """The output matrix and the reason for what it becomes."""
+        target, reason = self._target(module, role, (len(range(*rows)), k), weight)
+        module = self.naming(module)
+        scale = None
+        if role == "expert" and target is not None and self.form.input_scale:
+            stem, _, projection = module.rpartition(".")
+            name = f"{stem}.{W_NAMES.get(projection, projection)}.input_scale"
+            carried = {self.naming(companion) for companion in weight.companions}
+            scale = None if name in carried else (name, UNCALIBRATED_INPUT_SCALE)
+        return Part(module, rows, target, scale), reason
+
+    def _target(
+        self, module: str, role: Role, shape: tuple[int, int], weight: SourceWeight
+    ) -> tuple[Target | None, str]:
+        if 0 in shape:
+            return None, f"{list(shape)} holds no weights"
+        excluded = first_match(self._exclude, module, weight.module)
+        included = first_match(self._include, module, weight.module)
+        if excluded:
+            return None, f"excluded by --exclude {excluded.text}"
+        if weight.tensors[0] in self.mtp and self.options.mtp == "keep":
+            return None, "MTP layer, --mtp keep"
+        if role in KEPT and not included:
+            if role == "other" and self.options.strict:
+                hint = "add --exclude or --include for it, or leave --strict out to copy it as it is"
+                self.rejects.append(Reject(weight.tensors[0], f"{list(weight.shape)}: {KEPT[role]}", hint))
+            return None, KEPT[role]
+        target = self.form.target(role, self.group)
+        reason = "this format leaves all Linears but routed experts in 16 bits"
+        if target is not None:
+            refused = target.checkpoint_layout.accepts(target.weight_format, shape)
+            if refused is None:
+                return target, self._describe(weight, target)
+            reason = refused.reason
+        if weight.quantized:
+            return SIXTEEN_BITS, f"{weight.encoding} -> bf16: {reason}"
+        return None, reason
+
+    def _describe(self, weight: SourceWeight, target: Target) -> str:
+        if target.format in weight.keeps:
+            return f"{weight.encoding} -> {target.format}, codes as they are"
+        if weight.encoding.startswith("int4") and FORMATS[target.format].bits == 4:
+            note = (
+                f"{weight.encoding} -> {target.format}: int4 weights are quantized a second time, expect the error of "
+                "both; verify-accuracy measures it"
+            )
+            if note not in self.notes:
+                self.notes.append(note)
+        return f"{weight.encoding} -> {target.format}"
+
+    def _stack_layouts(self, weights: list[SourceWeight]) -> dict[str, StackLayout]:
+        """The layout of every container of stacks; what cannot be decided becomes a reject."""
+        stacks: dict[str, list[SourceWeight]] = {}
+        for weight in weights:
+            container = container_of(weight.module) if len(weight.shape) == 3 else None
+            if container:
+                stacks.setdefault(container, []).append(weight)
+        layouts: dict[str, StackLayout] = {}
+        order, transposed = self.options.experts_order, self.options.experts_transposed
+        for container, members in stacks.items():
+            found = decide(members, self.config, self.architecture, order, transposed)
+            if isinstance(found, Reject):
+                self.rejects.append(found)
+            else:
+                layouts[container] = found
+        if stacks and order is None and self.architecture.experts_order is None:
+            kind = self.config.get("model_type")
+            self.notes.append(
+                f"model_type `{kind}` is not known: gate rows are taken to come before up rows; --experts-order says so"
+            )
+        return layouts
+
+    def _stack(self, weight: SourceWeight, layout: StackLayout, bias: str | None) -> list[Decision]:
+        """One decision per expert."""
+        experts, a, b = weight.shape
+        n, k = (b, a) if layout.transposed else (a, b)
+        if layout.transposed and not transposable(weight):
+            self.rejects.append(Reject(weight.tensors[0], f"{weight.encoding} stored [in, out] is not read"))
+            return []
+        reader = TransposedReader(weight.reader) if layout.transposed else weight.reader
+        names = (*weight.tensors, *weight.companions)
+        if dropped := self._dropped(names[0], "expert"):
+            return [Decision("expert", "drop", dropped, names)]
+        weight = replace(weight, reader=reader, transposed=layout.transposed)
+        container, rows = container_of(weight.module), output_rows(weight.module, n, layout.order)
+        decided = []
+        for expert in range(experts):
+            parts, reasons = [], []
+            for projection, where in rows.items():
+                part, reason = self._part(f"{container}.{expert}.{projection}", "expert", where, k, weight)
+                parts.append(part)
+                reasons.append(reason)
+            action = _action(parts)
+            decided.append(Decision("expert", action, reasons[0], names, weight, expert, tuple(parts), bias))
+        return decided
+
+
+def _action(parts: Sequence[Part]) -> Action:
+    targets = [part.target for part in parts if part.target]
+    if not targets:
+        return "keep"
+    return "dequantize" if all(target == SIXTEEN_BITS for target in targets) else "quantize"
+
+
+def _whole(experts: list[Decision]) -> list[Decision]:
+    """A stack of which nothing is quantized stays one tensor."""
+    return [replace(first, index=None, parts=_as_it_is(first), bias=None) for first in experts[:1]]
+
+
+def _as_it_is(decision: Decision) -> tuple[Part, ...]:
+    assert decision.weight
+    return (Part(decision.weight.module, (0, decision.weight.shape[-2], 1), None),)
+
+
+def _cut(decision: Decision) -> Decision:
+    """An expert of a layer of which only some are quantized: the others get 16-bit tensors of their own."""
+    if not decision.weight or not decision.weight.quantized:
+        return decision
+    parts = tuple(replace(part, target=part.target or SIXTEEN_BITS) for part in decision.parts)
+    return replace(decision, action=_action(parts), parts=parts)

@@ -1,0 +1,109 @@
+"""config.json of the output, and what it says about heads and MTP layers."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from tilewright.kernels.tensors import Reject
+
+from ..architectures import text_config
+from ..architectures.base import unwrapped
+from .options import QuantizeOptions
+
+STALE = ("quantization_config", "compression_config")
+MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+MTP = re.compile(r"^(?:model\.)?(?:mtp|nextn)(?:\.|$)")
+
+
+def announced_mtp(config: Mapping[str, Any]) -> int:
+    """Number of MTP layers that the config announces."""
+    found = (text_config(config).get(key) for key in MTP_COUNTS)
+    return next((value for value in found if isinstance(value, int)), 0)
+
+
+def mtp_tensors(names: Iterable[str], config: Mapping[str, Any]) -> set[str]:
+    """The tensors of MTP layers: those after the last regular layer, and everything under `mtp.`."""
+    layers = text_config(config).get("num_hidden_layers")
+    found = set()
+    for name in names:
+        layer = LAYER.match(unwrapped(name))
+        if MTP.match(unwrapped(name)) or (layer and isinstance(layers, int) and int(layer[1]) >= layers):
+            found.add(name)
+    return found
+
+
+def draft_layer(mtp: Iterable[str]) -> str:
+    """Prefix of the one layer that a draft model can be made of, such as `model.layers.61.`; empty if there is none."""
+    prefixes = {found[1] for name in mtp if (found := re.match(r"((?:[\w.]+\.)?layers\.\d+\.)", name))}
+    return prefixes.pop() if len(prefixes) == 1 and not any(MTP.match(unwrapped(name)) for name in mtp) else ""
+
+
+def architectures(config: Mapping[str, Any]) -> list[str]:
+    """The model classes that config.json names; what is no list of names says nothing."""
+    stated = config.get("architectures")
+    return [kind for kind in stated if isinstance(kind, str)] if isinstance(stated, list) else []
+
+
+def check_head(config: Mapping[str, Any], names: Iterable[str], options: QuantizeOptions) -> list[Reject]:
+    """A model with an embedding and neither an output head nor tied weights cannot produce logits."""
+    paths = {unwrapped(name) for name in names}
+    kinds = architectures(config) or ["ForCausalLM"]
+    has_logits = any(kind.endswith(("ForCausalLM", "ForConditionalGeneration")) for kind in kinds)
+    has_head = any(name.endswith("lm_head.weight") or name.endswith("lm_head.weight_packed") for name in paths)
+    embeds = any(name.endswith("embed_tokens.weight") for name in paths)
+    tied = _flag(config, "tie_word_embeddings")
+    if tied is not False or has_head or not embeds or not has_logits or options.tied_head:
+        return []
+    return [
+        Reject(
+            "lm_head.weight",
+            "is absent, and config.json says tie_word_embeddings = false",
+            "--tied-head tie if the head is the embedding, --tied-head as-source to leave both as they are",
+        )
+    ]
+
+
+def _flag(config: Mapping[str, Any], key: str) -> Any:
+    """A value of the top level, or of the text model's part."""
+    return config.get(key, text_config(config).get(key))
+
+
+def output_config(
+    source: Mapping[str, Any], block: dict[str, Any], options: QuantizeOptions, has_mtp: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """The output's config.json: all of the source's, one quantization block at the top, and what was done to MTP.
+
+    Returns:
+        The config, and notes about it.
+    """
+    config: dict[str, Any] = _without(copy.deepcopy(dict(source)), STALE)
+    notes = []
+    if announced_mtp(source) and not has_mtp:
+        notes.append(
+            f"config.json announces {announced_mtp(source)} MTP layer(s) that the files do not hold; nothing to convert"
+        )
+    holders = [config, *(value for value in config.values() if isinstance(value, dict))]
+    if options.mtp == "drop":
+        for holder in holders:
+            for key in (key for key in MTP_COUNTS if key in holder):
+                holder[key] = 0
+    if options.mtp == "draft":  # what SGLang's own export writes
+        config["architectures"] = [f"{kind}NextN" for kind in architectures(source)]
+        for holder in (holder for holder in holders if "num_hidden_layers" in holder):
+            holder["num_hidden_layers"] = 1
+    if options.tied_head == "tie":
+        for holder in (holder for holder in holders if "tie_word_embeddings" in holder):
+            holder["tie_word_embeddings"] = True
+    config["quantization_config"] = block
+    return config, notes
+
+
+def _without(value: Any, keys: tuple[str, ...]) -> Any:
+    """`value` without the entries of these names, at any depth."""
+    if isinstance(value, dict):
+        return {key: _without(item, keys) for key, item in value.items() if key not in keys}
+    return [_without(item, keys) for item in value] if isinstance(value, list) else value

@@ -1,0 +1,63 @@
+"""What a conversion is asked to do."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from tilewright.kernels.errors import PlanError
+
+from ..architectures.base import ExpertsOrder
+from ..schemes import SCHEMES
+from ..solvers import SOLVERS
+
+
+@dataclass(frozen=True)
+class QuantizeOptions:
+    """Everything that can change an output byte.
+
+    Attributes:
+        scheme: Id of the scheme.
+        form: --format; None takes the scheme's first.
+        group_size: int4 group size; None takes the scheme's first.
+        exclude: Patterns of modules to leave as they are.
+        include: Patterns of modules to quantize although they are left alone by default.
+        experts_order: Declared order of gate and up in merged stacks.
+        experts_transposed: Declares that stacks are stored [in, out].
+        mtp: What to do with layers for multi-token prediction; "draft" makes a draft model of that layer alone.
+        tied_head: What to do about an output head that is absent and not tied; None refuses.
+        solver: Id of the solver; None takes the scheme's own.
+        strict: Refuse what would otherwise be noted.
+    """
+
+    scheme: str
+    form: str | None = None
+    group_size: int | None = None
+    exclude: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
+    experts_order: ExpertsOrder | None = None
+    experts_transposed: bool = False
+    mtp: Literal["convert", "keep", "drop", "draft"] = "convert"
+    tied_head: Literal["as-source", "tie"] | None = None
+    solver: str | None = None
+    strict: bool = False
+
+    def resolved(self) -> dict[str, Any]:
+        """The options with every default filled in.
+
+        Raises:
+            PlanError: The scheme does not have this format or group size.
+        """
+        scheme = SCHEMES[self.scheme]
+        form = self.form or next(iter(scheme.forms))
+        if form not in scheme.forms:
+            raise PlanError(
+                f"scheme {scheme.id} has no format `{form}`", hint=f"use --format {' or '.join(scheme.forms)}"
+            )
+        if self.group_size and self.group_size not in scheme.groups:
+            sizes = ", ".join(map(str, sorted(scheme.groups)))
+            hint = f"its group sizes: {sizes}" if sizes else "leave --group-size out: this scheme has no groups"
+            raise PlanError(f"scheme {scheme.id} has no group size {self.group_size}", hint=hint)
+        group = self.group_size or (scheme.groups[0] if scheme.groups else 128)
+        solver = SOLVERS[self.solver or scheme.solver].id
+        return asdict(self) | {"form": form, "group_size": group, "solver": solver}

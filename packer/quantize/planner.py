@@ -1,0 +1,115 @@
+"""The plan of a conversion: what becomes of every tensor of a source, decided from headers alone."""
+
+from __future__ import annotations
+
+from tilewright.kernels.tensors import Reject, TensorSpec
+
+from ..architectures import architecture_of
+from ..plan import Plan
+from ..quant_config.base import Written
+from ..schemes import SCHEMES
+from ..schemes.base import Form
+from ..sources import take_inventory
+from ..sources.checkpoint import Checkpoint
+from .decisions import Decider, Decision
+from .emit import Emitter
+from .model_config import check_head, draft_layer, mtp_tensors, output_config
+from .naming import Naming
+from .options import QuantizeOptions
+from .unquantized import foreign_weights, fused_groups_apart, group_advice, unquantized_modules
+
+STALE_FILES = ("hf_quant_config.json", "quant_cfg.json")  # describe the source's quantization
+
+
+def plan_quantize(checkpoint: Checkpoint, options: QuantizeOptions, device: str = "cpu") -> Plan:
+    """Decide everything about a conversion; no weight byte is read.
+
+    Args:
+        checkpoint: The opened source.
+        options: The request.
+        device: Where the arithmetic will be done; changes no byte.
+
+    Returns:
+        A complete plan. Refusals are collected in it, not raised.
+    """
+    chosen = options.resolved()
+    form = SCHEMES[options.scheme].forms[chosen["form"]]
+    specs = source_specs(checkpoint)
+    inventory = take_inventory(specs, checkpoint.config)
+    decider = Decider(checkpoint.config, architecture_of(checkpoint.config), form, options, chosen["group_size"])
+    decider.mtp = mtp_tensors(specs, checkpoint.config)
+    if options.mtp == "draft":
+        decider.naming = Naming(draft_layer(decider.mtp))
+    decisions = decider.decide(inventory, specs)
+    emitter = Emitter(specs, chosen["solver"], decider.naming, device)
+    emitter.emit(decisions)
+    written = Written(tuple(unquantized_modules(decisions, specs, form, decider.naming)), chosen["group_size"])
+    quantized = [(part.module, decision.role == "expert") for decision in decisions for part in decision.quantized]
+    notes = [*decider.notes, *fused_groups_apart(decisions), *foreign_weights(decisions, form)]
+    notes += group_advice(decisions, SCHEMES[options.scheme].groups, chosen["group_size"])
+    rejects = [
+        *inventory.rejects,
+        *decider.rejects,
+        *emitter.rejects,
+        *_refusals(checkpoint, options, form, decisions, specs),
+    ]
+    notes += [] if checkpoint.config else ["the source has no config.json"]
+    config, config_notes = output_config(checkpoint.config, form.config(written), options, bool(decider.mtp))
+    return Plan(
+        tensors=emitter.tensors,
+        tasks=tuple(emitter.tasks),
+        fates=emitter.fates,
+        config=config,
+        metadata={"format": "pt"},
+        options={"job": "quantize", **chosen},
+        extra_files=form.extra_files(quantized) if form.extra_files else {},
+        stale_files=STALE_FILES,
+        rejects=tuple(rejects),
+        notes=(*notes, *config_notes),
+    )
+
+
+def source_specs(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
+    """Specification of every tensor that the index names, in the order in which they lie in the files."""
+    return {
+        name: entry.spec
+        for file, header in sorted(checkpoint.headers.items())
+        for name, entry in header.entries.items()
+        if checkpoint.files.get(name) == file
+    }
+
+
+def _refusals(
+    checkpoint: Checkpoint,
+    options: QuantizeOptions,
+    form: Form,
+    decisions: list[Decision],
+    specs: dict[str, TensorSpec],
+) -> list[Reject]:
+    """What the decisions as a whole do not allow."""
+    rejects = check_head(checkpoint.config, specs, options)
+    if options.mtp == "draft" and not draft_layer(mtp_tensors(specs, checkpoint.config)):
+        reason = "--mtp draft needs exactly one layer behind the last regular one"
+        rejects.append(
+            Reject(checkpoint.root.name, reason, "other models hold their MTP layer under names of their own")
+        )
+    elif not any(decision.quantized for decision in decisions):
+        reason = "nothing would be quantized: no Linear that a rule knows is left"
+        rejects.append(Reject(checkpoint.root.name, reason, "see --dry-run for what became of each tensor"))
+    if form.ignores_exclusions:
+        rejects += [
+            Reject(
+                decision.weight.tensors[0],
+                f"stays in 16 bits ({decision.reason}), but engines that read this format take every Linear as FP8",
+                "use --format compressed-tensors, or quantize it",
+            )
+            for decision in decisions
+            if decision.weight
+            and decision.role in {"linear", "expert"}
+            and len(decision.quantized) < len(decision.parts)
+        ]
+    if options.strict:
+        rejects += [
+            Reject(note.partition(":")[0], note.partition(":")[2].strip()) for note in fused_groups_apart(decisions)
+        ]
+    return rejects

@@ -1,0 +1,214 @@
+"""The computations that quantize: one matrix, or one expert of a stack, into the tensors of its layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tilewright.kernels.errors import SchemeError
+from tilewright.kernels.formats import WeightFormat
+from tilewright.kernels.tensors import QTensor, TensorSpec
+
+from ..schemes.base import Target
+from ..solvers import SOLVERS
+from ..solvers.base import Solver
+from ..solvers.blocks import block_amax, encode
+from ..sources.base import Reader, first_bad
+
+STRIP = 1 << 20  # elements in work at a time
+
+
+class NotFiniteError(Exception):
+    """A weight holds a NaN or an infinity; row and column say where."""
+
+    def __init__(self, row: int, column: int, value: float) -> None:
+        super().__init__()
+        self.row, self.column, self.value = row, column, value
+
+
+def quantize_matrix(
+    read: Callable[[int, int], torch.Tensor],
+    shape: tuple[int, int],
+    fmt: WeightFormat,
+    solver: Solver,
+    scale_dtype: torch.dtype,
+    device: str = "cpu",
+) -> QTensor:
+    """Quantize a matrix strip by strip, so that only one strip is ever in fp32.
+
+    Args:
+        read: (start, stop) -> rows [stop - start, K] in fp32, bf16 or fp16.
+        shape: (N, K).
+        fmt: Weight format; a 16-bit one just rounds.
+        solver: Chooses the scales.
+        scale_dtype: Scales are representable in this dtype.
+        device: Where the arithmetic is done; the numbers are the same everywhere.
+
+    Raises:
+        NotFiniteError: A value is NaN or infinite.
+    """
+    n, k = shape
+    unit = max(fmt.block_n, 1)
+    height = max(STRIP // max(k, 1) // unit, 1) * unit
+    codes = torch.empty(n, k, dtype=fmt.code_dtype)
+    scales = torch.empty(fmt.scale_rows(n), fmt.scale_columns(k)) if fmt.has_scales else None
+    for start in range(0, n, height):
+        strip = read(start, min(start + height, n)).to(device)
+        strip = strip if strip.stride(1) == 1 else strip.contiguous()  # once, not in every operator
+        stop = start + len(strip)
+        amax = block_amax(strip, fmt) if fmt.has_scales else strip.abs().amax()
+        if not torch.isfinite(amax).all():
+            row, column = (~torch.isfinite(strip)).nonzero()[0].tolist()
+            raise NotFiniteError(start + row, column, float(strip[row, column]))
+        if scales is None:
+            codes[start:stop] = strip.to(fmt.code_dtype)
+            continue
+        found = solver.scales(strip, amax, fmt, scale_dtype)
+        codes[start:stop] = encode(strip, found, fmt)
+        scales[start // unit : start // unit + len(found)] = found
+    return QTensor(fmt, codes, scales)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One output matrix: some rows of the source matrix.
+
+    Attributes:
+        module: Path of the output module.
+        rows: (start, stop, step) in the source matrix.
+        target: How it is stored; None keeps the rows in the source's dtype as `<module>.weight`.
+        input_scale: Name and value of a static activation scale to write beside it.
+    """
+
+    module: str
+    rows: tuple[int, int, int]
+    target: Target | None
+    input_scale: tuple[str, float] | None = None
+
+    @property
+    def count(self) -> int:
+        """Number of rows."""
+        return len(range(*self.rows))
+
+    def specs(self, k: int, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        """Name and specification of every output tensor, for a source of `k` columns and this dtype."""
+        if self.target is None:
+            return {f"{self.module}.weight": TensorSpec(dtype, (self.count, k))}
+        made = self.target.checkpoint_layout.specs(self.target.weight_format, (self.count, k))
+        specs = {f"{self.module}.{suffix}": spec for suffix, spec in made.items()}
+        if self.input_scale:
+            specs[self.input_scale[0]] = TensorSpec(torch.bfloat16, (1,))
+        return specs
+
+
+@dataclass(frozen=True)
+class QuantizeStep:
+    """Quantizes one matrix, or one expert of a stack, into one or more output matrices.
+
+    Attributes:
+        reader: How the source's values are read.
+        parts: The output matrices.
+        solver: Id of the solver.
+        k: Columns of the matrix.
+        names: Names of the source tensors, for messages.
+        index: Expert, or None.
+        keeps: Weight formats that the source already has, whose codes are taken over as they are.
+        device: Where the arithmetic is done.
+    """
+
+    reader: Reader
+    parts: tuple[Part, ...]
+    solver: str
+    k: int
+    names: tuple[str, ...]
+    index: int | None = None
+    keeps: tuple[str, ...] = ()
+    device: str = "cpu"
+
+    def run(self, sources: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Turn the source's tensors into the output tensors, by name.
+
+        Raises:
+            SchemeError: A value is NaN or infinite.
+        """
+        outputs: dict[str, torch.Tensor] = {}
+        for part in self.parts:
+            if part.target is None:
+                outputs[f"{part.module}.weight"] = self.reader.raw(sources, slice(*part.rows)).contiguous()
+                continue
+            packed = part.target.checkpoint_layout.pack(self.solve(sources, part, part.target))
+            outputs |= {f"{part.module}.{suffix}": tensor for suffix, tensor in packed.items()}
+            if part.input_scale:
+                name, default = part.input_scale
+                outputs[name] = torch.tensor([self.input_scale(part, default)], dtype=torch.bfloat16)
+        return outputs
+
+    def input_scale(self, part: Part, default: float) -> float:
+        """The static activation scale of a part; `default` unless activations are known."""
+        return default
+
+    def solve(self, sources: Sequence[torch.Tensor], part: Part, target: Target) -> QTensor:
+        """Codes and scales of a part."""
+        fmt = target.weight_format
+        if fmt.id in self.keeps and (kept := _keep(self.reader.codes(sources, fmt), part.rows)):
+            return kept
+        first, _, step = part.rows
+
+        def read(start: int, stop: int) -> torch.Tensor:
+            return self.reader.rows(sources, slice(first + start * step, first + stop * step, step))
+
+        try:
+            solver = SOLVERS[self.solver]
+            return quantize_matrix(read, (part.count, self.k), fmt, solver, target.scale_dtype, self.device)
+        except NotFiniteError as error:
+            raise self._refusal(sources, part, error) from None
+
+    def _refusal(self, sources: Sequence[torch.Tensor], part: Part, error: NotFiniteError) -> SchemeError:
+        """Name the element in the coordinates of the tensor in which it lies."""
+        found = first_bad(sources)
+        if found is None:
+            where, value = f"{part.module}[{error.row}, {error.column}] (code times scale)", error.value
+        else:
+            number, index, value = found
+            prefix = [] if self.index is None else [self.index]
+            where = f"{self.names[number]}{prefix + index}"
+        return SchemeError(
+            f"{where} is {value}; only finite weights can be quantized",
+            hint="the source is damaged or its training diverged; --exclude copies the module as it is",
+        )
+
+
+def _keep(q: QTensor | None, rows: tuple[int, int, int]) -> QTensor | None:
+    """Some rows of a weight with their codes untouched; None where blocks do not allow it or a scale is unfit."""
+    if q is None:
+        return None
+    start, stop, step = rows
+    n, unit = q.shape[0], q.format.block_n
+    codes = q.codes[start:stop:step]
+    if q.scales is None:
+        return QTensor(q.format, codes.contiguous()) if bool(torch.isfinite(codes).all()) else None
+    if unit > 1 and (step != 1 or start % unit or (stop % unit and stop != n)):
+        return None
+    scales = q.scales[start:stop:step] if unit == 1 else q.scales[start // unit : -(-stop // unit)]
+    if not bool((torch.isfinite(scales) & (scales > 0)).all()):
+        return None
+    if codes.dtype == torch.float8_e4m3fn and bool(((codes.view(torch.uint8) & 0x7F) == 0x7F).any()):
+        return None
+    return QTensor(q.format, codes.contiguous(), scales.contiguous())
+
+
+@dataclass(frozen=True)
+class SplitStep:
+    """Cuts one expert's row of a stacked bias into the biases of its matrices, bytes unchanged.
+
+    Attributes:
+        outputs: Output name and (start, stop, step) of each.
+    """
+
+    outputs: tuple[tuple[str, tuple[int, int, int]], ...]
+
+    def run(self, sources: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """Cut the bias."""
+        return {name: sources[0][slice(*rows)].contiguous() for name, rows in self.outputs}

@@ -1,0 +1,122 @@
+"""Which modules keep their 16 bits, spelled as engines look them up; and merged layers torn between two states."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from tilewright.kernels.tensors import TensorSpec
+
+from ..architectures.base import unwrapped
+from ..schemes.base import Form
+from .decisions import Decision
+from .naming import Naming
+from .stacks import container_of
+
+MERGED = (  # projections that engines load as one layer
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+)
+
+
+def unquantized_modules(
+    decisions: Sequence[Decision], specs: Mapping[str, TensorSpec], form: Form, naming: Naming
+) -> list[str]:
+    """Full dotted paths of all modules that hold a matrix which is not quantized, in source order.
+
+    No patterns and no merged names: exact paths are the one form that every engine understands. A module of a wrapped
+    text model is listed under both of its paths, because text-only loaders know the shorter one. Experts that are all
+    unquantized are listed one by one and as the container that engines ask for.
+    """
+    modules: dict[str, None] = {}
+    experts: dict[str, bool] = {}  # container -> whether any of its experts is quantized
+    for decision in decisions:
+        if decision.action == "drop" or (decision.weight and _as_engines_expect(decision, form)):
+            continue
+        for module, quantized in _matrices(decision, specs, naming):
+            container = container_of(module) or (module.rpartition(".experts.")[0] + ".experts")
+            if decision.role == "expert":
+                experts[container] = experts.get(container, False) or quantized
+            if not quantized:
+                modules |= {module: None, unwrapped(module): None}
+    for container in (name for name, quantized in experts.items() if not quantized):
+        modules |= {container: None, unwrapped(container): None}
+    return list(modules)
+
+
+def _matrices(decision: Decision, specs: Mapping[str, TensorSpec], naming: Naming) -> list[tuple[str, bool]]:
+    """Modules of a decision that hold matrices, and whether each is quantized."""
+    if decision.weight:
+        return [(part.module, part in decision.quantized) for part in decision.parts]
+    name = decision.names[0]
+    is_matrix = len(specs[name].shape) >= 2 and name.endswith(".weight")
+    return [(naming(name).removesuffix(".weight"), False)] if is_matrix else []
+
+
+def _as_engines_expect(decision: Decision, form: Form) -> bool:
+    """Whether an untouched weight of a quantized source already is what the new config promises."""
+    weight, target = decision.weight, form.target(decision.role, 128)
+    if decision.action != "keep" or not weight or not weight.quantized or not target:
+        return False
+    suffixes = {name.rpartition(".")[2] for name in weight.tensors}
+    made = target.checkpoint_layout.specs(target.weight_format, weight.shape[-2:])
+    return target.format in weight.keeps and suffixes <= set(made)
+
+
+def group_advice(decisions: Sequence[Decision], groups: Sequence[int], group: int) -> list[str]:
+    """A line about Linears whose K the int4 group does not divide, and a smaller group that would divide them all."""
+    columns = {
+        decision.weight.shape[-2 if decision.weight.transposed else -1]
+        for decision in decisions
+        if decision.weight and decision.role in {"linear", "expert"} and decision.reason.endswith(f"of group {group}")
+    }
+    better = [size for size in sorted(groups, reverse=True) if all(k % size == 0 for k in columns)]
+    if not columns:
+        return []
+    listed = ", ".join(map(str, sorted(columns)))
+    advice = f"--group-size {better[0]} would quantize them" if better else "no group size divides them all"
+    return [f"Linears with K = {listed} stay in 16 bits: no multiple of group {group}; {advice}"]
+
+
+def foreign_weights(decisions: Sequence[Decision], form: Form) -> list[str]:
+    """A line about weights of a quantized source that keep bytes which the new config does not describe."""
+    foreign = [
+        decision.weight
+        for decision in decisions
+        if decision.action == "keep"
+        and decision.weight
+        and decision.weight.quantized
+        and not _as_engines_expect(decision, form)
+    ]
+    if not foreign:
+        return []
+    return [
+        f"{foreign[0].module}: keeps its {foreign[0].encoding} ({len(foreign)} such modules); engines take what the "
+        "config lists as unquantized for 16-bit weights, so they will not load these"
+    ]
+
+
+def fused_groups_apart(decisions: Sequence[Decision]) -> list[str]:
+    """One line for each merged layer of which engines would find some parts quantized and others not."""
+    states: dict[str, dict[str, bool]] = {}
+    for decision in decisions:
+        for part in decision.parts:
+            stem, _, last = part.module.rpartition(".")
+            done = part in decision.quantized
+            for group in (group for group in MERGED if last in group):
+                states.setdefault(f"{stem}.{'/'.join(group)}", {})[last] = done
+            if decision.role == "expert":
+                container = container_of(part.module) or stem.rpartition(".")[0]
+                states.setdefault(container, {})[part.module.removeprefix(f"{container}.")] = done
+    return [
+        f"{layer}: {_some(parts, True)} quantized but {_some(parts, False)} not; engines merge them and refuse this"
+        for layer, parts in states.items()
+        if len(set(parts.values())) == 2
+    ]
+
+
+def _some(parts: Mapping[str, bool], state: bool) -> str:
+    """The first few parts in this state."""
+    names = [name for name, done in parts.items() if done is state]
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

@@ -1,0 +1,87 @@
+"""What a run needs of memory and disk: by estimate, and measured."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from tilewright.packer.engine.gate import Options, prepare
+from tilewright.packer.engine.resources import BASE_MEMORY, available_memory, disk_needed, memory_plan, task_memory
+from tilewright.packer.engine.shards import plan_shards
+from tilewright.packer.plan import Plan
+from tilewright.packer.sources.checkpoint import open_checkpoint
+
+MakePlan = Callable[..., Plan]
+LARGEST = (4096, 8192)  # 64 MiB in bf16
+
+
+def test_anonymous_memory_stays_below_the_bound(tmp_path: Path) -> None:
+    """300 MiB and twice the largest quantized tensor for each worker, however large the rest is."""
+    weight = torch.randn(LARGEST).bfloat16()
+    names = [f"model.layers.{i}.mlp.{m}_proj.weight" for i in range(2) for m in ("gate", "up")]
+    tensors = {name: weight.clone() for name in names} | {"model.embed_tokens.weight": torch.ones(24576, 8192).half()}
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file(tensors, source / "model.safetensors")
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_word_embeddings": True}
+    (source / "config.json").write_text(json.dumps(config))
+    command = [str(Path(sys.executable).parent / "quantize-model"), str(source), str(tmp_path / "out")]
+    command += ["--scheme", "int4", "--solver", "rtn", "--jobs", "2"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    peak = 0
+    while process.poll() is None:
+        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+            peak = max(peak, int(line.split()[1]) << 10 if line.startswith("RssAnon:") else 0)
+        time.sleep(0.005)
+    assert process.returncode == 0
+    assert 50 << 20 < peak < (300 << 20) + 2 * 2 * weight.nbytes
+
+
+def test_memory_lowers_the_number_of_tasks(make_source: Callable[..., Path], make_plan: MakePlan) -> None:
+    checkpoint = open_checkpoint(make_source())
+    plan = make_plan(checkpoint)
+    sizes = [task_memory(task, checkpoint) for task in plan.tasks]
+    for memory in (1, BASE_MEMORY, BASE_MEMORY + 3 * max(sizes), None):
+        workers, budget, peak = memory_plan(plan, checkpoint, 4, memory)
+        assert workers == 4
+        assert budget >= max(sizes)
+        assert peak <= max(memory or available_memory(), BASE_MEMORY + max(sizes))
+
+
+def test_disk_is_what_the_files_take(make_source: Callable[..., Path], make_plan: MakePlan, tmp_path: Path) -> None:
+    source = make_source(shards=3)
+    checkpoint = open_checkpoint(source)
+    shards = plan_shards(make_plan(checkpoint), 6000)
+    total = sum(shard.size for shard in shards)
+    whole = disk_needed(shards, checkpoint, tmp_path / "out", consume=False)
+    assert total < whole < total + (2 << 20)
+    assert disk_needed(shards, checkpoint, tmp_path / "out", consume=True) < whole
+
+
+def test_consume_counts_only_what_is_freed_in_time(tmp_path: Path, make_plan: MakePlan) -> None:
+    """Shard by shard, with two output shards on disk before the first source shard is deleted."""
+    source = tmp_path / "source"
+    source.mkdir()
+    for i in range(1, 9):
+        save_file({f"t{i}": torch.zeros(1 << 20)}, source / f"model-{i:05}-of-00008.safetensors")  # 4 MiB, copied
+    (source / "config.json").write_text("{}")
+    checkpoint = open_checkpoint(source)
+    shards = plan_shards(make_plan(checkpoint), 1 << 22)
+    assert len(shards) == 8
+    needed = disk_needed(shards, checkpoint, tmp_path / "out", consume=True)
+    assert 2 << 22 <= needed < 3 << 22
+
+
+def test_the_job_says_what_it_needs(make_source: Callable[..., Path], make_plan: MakePlan, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(make_source())
+    job = prepare(make_plan(checkpoint), checkpoint, tmp_path / "out", Options(jobs=3))
+    assert (job.workers, job.finished) == (3, False)
+    assert 0 < job.disk_needed < job.disk_free
+    assert job.peak_memory > BASE_MEMORY
