@@ -16,7 +16,7 @@ from tilewright.packer.quantize.planner import plan_quantize
 from tilewright.packer.schemes import SCHEMES
 from tilewright.packer.sources.checkpoint import open_checkpoint
 
-MODELS = Path(__file__).parents[2] / "examples" / "models"
+MODELS = Path(__file__).parents[3] / "examples" / "models"
 LAYER = "model.layers.0"
 MODULES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.experts.0.up_proj", "mlp.experts.1.up_proj")
 
