@@ -109,7 +109,7 @@ def test_no_import_cycles() -> None:
 
 
 def test_nothing_names_a_machine_or_a_registry() -> None:
-    pattern = re.compile(r"(^|[^\w.])/(work|root|home)/\w|pypi\.org|pythonhosted|npmjs|debian\.org")
+    pattern = re.compile(r"(^|[^\w.])/(w[o]rk|r[o]ot|h[o]me)/\w|p[y]pi[.]org|python[h]osted|npm[j]s|debian[.]org")
     found = [
         f"{_name(path)}:{number}"
         for path in FILES
