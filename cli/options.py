@@ -54,6 +54,7 @@ def stacked(*options: Callable[[F], F]) -> Callable[[F], F]:
 
 source_argument = click.argument("source", metavar="SOURCE")
 output_argument = click.argument("output", metavar="OUTPUT", type=FOLDER)
+dry_run_option = click.option("--dry-run", is_flag=True, help="Print what would be done, and stop.")
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print one JSON document on stdout and nothing else."
 )

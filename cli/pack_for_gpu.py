@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from .options import debug_option, json_option, output_argument, run_options, source_argument
+from .options import debug_option, dry_run_option, json_option, output_argument, run_options, source_argument
 from .plans import carry_out
 
 LAYOUTS = ("gpu-cutlass-w4", "gpu-trtllm-w4", "gpu-hopper-w4")  # as the registry has them; a test compares
@@ -28,7 +28,7 @@ LAYOUTS = ("gpu-cutlass-w4", "gpu-trtllm-w4", "gpu-hopper-w4")  # as the registr
     "--unpack", is_flag=True, help="SOURCE is a packed directory; write the checkpoint that it was made from."
 )
 @run_options
-@click.option("--dry-run", is_flag=True, help="Print what would be done, and stop.")
+@dry_run_option
 @json_option
 @debug_option
 def pack_for_gpu(

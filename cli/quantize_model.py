@@ -11,6 +11,7 @@ from .calibration import SOLVERS as CALIBRATING
 from .calibration import Calibration, calibration_options
 from .options import (
     debug_option,
+    dry_run_option,
     json_option,
     output_argument,
     print_json,
@@ -61,7 +62,7 @@ what_options = stacked(
 @calibration_options
 @run_options
 @click.option("--device", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True, help="Who computes.")
-@click.option("--dry-run", is_flag=True, help="Print what would be done, and stop.")
+@dry_run_option
 @json_option
 @debug_option
 def quantize_model(source: str, output: Path, device: str, dry_run: bool, as_json: bool, **options: Any) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -11,16 +9,6 @@ from tilewright.kernels import ops
 from tilewright.kernels.formats import BF16, FP8
 from tilewright.kernels.layouts.cpu_float import CPU_VNNI_BF16, CPU_VNNI_FP8
 from tilewright.kernels.tensors import QTensor
-
-ISAS = [status.name for status in ops.kernel_report() if status.available]
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = ops.isa()
-    ops.select_isa(request.param)
-    yield request.param
-    ops.select_isa(before)
 
 
 def stack(kind: str, batch: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:

@@ -5,7 +5,6 @@ Integer kinds must give the reference's bits, float kinds its values within the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,24 +13,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tilewright.kernels import ops, ops_experts, reference, reference_experts
+from tilewright.kernels import ops_experts, reference, reference_experts
 from tilewright.kernels.formats import BF16, FP8, INT4_BY_GROUP, INT8
 from tilewright.kernels.layouts.cpu_float import CPU_VNNI_BF16, CPU_VNNI_FP8
 from tilewright.kernels.layouts.cpu_int4 import CPU_VNNI_INT4
 from tilewright.kernels.layouts.cpu_int8 import CPU_VNNI_INT8
 from tilewright.kernels.tensors import QTensor
 
-ISAS = [status.name for status in ops.kernel_report() if status.available]
 KINDS = ["bf16", "int8", "fp8", "int4-g32", "int4-g128", "int4-g64-bf16"]
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = ops.isa()
-    ops.select_isa(request.param)
-    yield request.param
-    ops.select_isa(before)
 
 
 @dataclass(frozen=True)

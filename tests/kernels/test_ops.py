@@ -18,7 +18,6 @@ from tilewright.kernels.layouts.cpu_int8 import CPU_VNNI_INT8
 from tilewright.kernels.tensors import QTensor
 
 GOLDEN = load_file(Path(__file__).parent.parent / "golden" / "linear_io.safetensors")
-ISAS = [status.name for status in ops.kernel_report() if status.available]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KINDS = ["bf16", "fp8", "int8", "int4-g32", "int4-g64", "int4-g128", "int4-g32-bf16", "int4-g64-bf16", "int4-g128-bf16"]
 
@@ -29,14 +28,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(params=ISAS)
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    before = ops.isa()
-    ops.select_isa(request.param)
-    yield request.param
-    ops.select_isa(before)
 
 
 @dataclass(frozen=True)
