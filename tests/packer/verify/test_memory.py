@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -88,20 +87,16 @@ def make(root: Path, layers: int) -> list[str]:
     return [str(source), str(packed)]
 
 
-def peak(sides: list[str], limit: float = 0.0) -> int:
-    """Peak memory in kB of a comparison; the least of three, or the first below `limit`: noise only adds to it."""
-    found = []
-    while len(found) < 3 and (not found or min(found) > limit):
-        command = [sys.executable, "-c", MEASURE, *sides, str(MODELS / "heldout.txt")]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-        found.append(int(done.stdout))
-    return min(found)
+def peak(sides: list[str]) -> int:
+    """Peak memory of a comparison in kB."""
+    command = [sys.executable, "-c", MEASURE, *sides, str(MODELS / "heldout.txt")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return int(done.stdout)
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads peak memory from /proc")
 def test_peak_memory_does_not_grow_with_depth(tmp_path: Path) -> None:
     layer = (4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER) * (2 + 1) // 1024  # kB in bf16 and in int8
-    shallow = peak(make(tmp_path, 4), limit=math.inf)
-    growth = peak(make(tmp_path, 24), limit=shallow + 3 * layer) - shallow
+    growth = peak(make(tmp_path, 24)) - peak(make(tmp_path, 4))
     assert growth < 3 * layer, f"20 layers of {layer} kB added {growth} kB"
