@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -28,11 +28,14 @@ class LinearKernel:
     suffixes: tuple[str, ...]
     op: Callable[..., torch.Tensor]
 
-    def run(
-        self, x: torch.Tensor, tensors: Sequence[torch.Tensor], n: int, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """`x W^T + bias` for a matrix of `n` rows whose tensors are in the order of `suffixes`."""
-        return self.op(x, *tensors, n, bias)
+    def run(self, x: torch.Tensor, tensors: Mapping[str, torch.Tensor | None], n: int) -> torch.Tensor:
+        """`x W^T + bias` for a matrix of `n` rows, whose tensors and `bias` are found by their suffixes."""
+        return self.op(x, *map(tensors.__getitem__, self.suffixes), n, tensors["bias"])
+
+    @property
+    def scale(self) -> str:
+        """Suffix of its scales; "" if it has none."""
+        return next((suffix for suffix in self.suffixes if "scale" in suffix), "")
 
 
 LINEAR_KERNELS: Registry[LinearKernel] = Registry(

@@ -68,7 +68,8 @@ class PackedWeight(nn.Module):
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors of the weight in the order of its kernel, without the bias."""
-        return [getattr(self, suffix) for suffix in self.kernel.suffixes]
+        buffers = self._buffers
+        return [buffers[suffix] for suffix in self.kernel.suffixes]  # type: ignore[misc]  # none of them is None
 
 
 def find_kernel(name: str, spec: ModuleSpec, device: str) -> LinearKernel:
@@ -101,8 +102,8 @@ class _NoGradient(torch.autograd.Function):
 
 
 def refuse_gradient(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """The result `y` of a packed layer for `x`, through which no gradient can be taken."""
-    if not (x.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+    """The result `y` of a packed layer for an `x` that wants a gradient; none can be taken through it."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return y
     result: torch.Tensor = _NoGradient.apply(y.detach(), x)
     return result
@@ -121,12 +122,22 @@ class PackedLinear(PackedWeight):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply: x fp32, bf16 or fp16 [.., K] -> [.., N] in the same dtype."""
-        y = refuse_gradient(self.kernel.run(x, self.tensors(), self.out_features, self.bias), x)
+        # Decoding calls this hundreds of times a token: buffers are read where nn.Module keeps them, not as attributes.
+        y = self.kernel.run(x, self._buffers, self.out_features)
+        if x.requires_grad:
+            y = refuse_gradient(y, x)
         return y if self.reduce is None else self.reduce(y)
 
 
 class PackedStack(PackedWeight):
     """A stack of packed matrices [E, N, K], multiplied by `PackedExperts` or `GpuExperts`."""
+
+    def operands(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+        """Weight, scale, zero points and bias as `fused_experts` takes them; None where the format has none."""
+        find = self._buffers.get
+        weight = find("weight")
+        assert weight is not None
+        return weight, find(self.kernel.scale), find("weight_zero_point"), find("bias")
 
     @property
     def operator(self) -> str:
@@ -190,26 +201,28 @@ class PackedExperts(nn.Module):
         Returns:
             [T, H] in the dtype of `x`.
         """
-        w13, w2 = (dict(zip(stack.kernel.suffixes, stack.tensors(), strict=True)) for stack in (self.w13, self.w2))
+        w13, w2 = self.w13, self.w2
+        (weight13, scale13, zeros13, bias13), (weight2, scale2, zeros2, bias2) = w13.operands(), w2.operands()
         y = fused_experts(
             x,
             top_k_weights.float().contiguous(),
             top_k_index.contiguous(),
-            w13["weight"],
-            w2["weight"],
-            self.w2.spec.shape[-1],
-            w13_scale=w13.get("weight_scale", w13.get("weight_scale_inv")),
-            w2_scale=w2.get("weight_scale", w2.get("weight_scale_inv")),
-            w13_zeros=w13.get("weight_zero_point"),
-            w2_zeros=w2.get("weight_zero_point"),
-            w13_bias=self.w13.bias,
-            w2_bias=self.w2.bias,
+            weight13,
+            weight2,
+            w2.spec.shape[-1],
+            w13_scale=scale13,
+            w2_scale=scale2,
+            w13_zeros=zeros13,
+            w2_zeros=zeros2,
+            w13_bias=bias13,
+            w2_bias=bias2,
             activation=self.activation,
             alpha=self.alpha,
             limit=self.limit,
-            first_expert=self.w13.spec.first_expert,
+            first_expert=w13.spec.first_expert,
         )
-        y = refuse_gradient(y, x)
+        if x.requires_grad:
+            y = refuse_gradient(y, x)
         return y if self.reduce is None else self.reduce(y)
 
 

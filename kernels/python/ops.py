@@ -27,6 +27,12 @@ __all__ = [
     "select_isa",
 ]
 
+# Looked up once: finding an overload by its name takes as long as a small product.
+_LINEAR_BF16 = torch.ops.tilewright.linear_bf16.default
+_LINEAR_INT8 = torch.ops.tilewright.linear_int8.default
+_LINEAR_FP8 = torch.ops.tilewright.linear_fp8.default
+_LINEAR_INT4 = torch.ops.tilewright.linear_int4.default
+
 
 def linear_bf16(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> Tensor:
     """Linear layer with a bf16 weight; activations are rounded to bf16, sums are fp32.
@@ -40,7 +46,7 @@ def linear_bf16(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -
     Returns:
         [..., n] in the dtype of `x`.
     """
-    result: Tensor = torch.ops.tilewright.linear_bf16(x, weight, n, bias)
+    result: Tensor = _LINEAR_BF16(x, weight, n, bias)
     return result
 
 
@@ -57,7 +63,7 @@ def linear_int8(x: Tensor, weight: Tensor, scale: Tensor, n: int, bias: Tensor |
     Returns:
         [..., n] in the dtype of `x`.
     """
-    result: Tensor = torch.ops.tilewright.linear_int8(x, weight, scale, n, bias)
+    result: Tensor = _LINEAR_INT8(x, weight, scale, n, bias)
     return result
 
 
@@ -74,7 +80,7 @@ def linear_fp8(x: Tensor, weight: Tensor, scale: Tensor, n: int, bias: Tensor | 
     Returns:
         [..., n] in the dtype of `x`.
     """
-    result: Tensor = torch.ops.tilewright.linear_fp8(x, weight, scale, n, bias)
+    result: Tensor = _LINEAR_FP8(x, weight, scale, n, bias)
     return result
 
 
@@ -101,7 +107,7 @@ def linear_int4(
     Returns:
         [..., n] in the dtype of `x`.
     """
-    result: Tensor = torch.ops.tilewright.linear_int4(x, weight, zeros, scale, n, bias, int8_activations)
+    result: Tensor = _LINEAR_INT4(x, weight, zeros, scale, n, bias, int8_activations)
     return result
 
 

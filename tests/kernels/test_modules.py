@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import pytest
 import torch
@@ -135,6 +136,25 @@ def test_weights_are_buffers_that_stay_as_they_are() -> None:
     assert torch.equal(twin(x), module(x))
     twin.load_state_dict(module_of(random_weight(INT8, (40, 64), seed=9), torch.zeros(40)).state_dict())
     assert not torch.equal(twin(x), module(x))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_replaced_pickled_and_compiled_modules_run_their_own_tensors(kind: str) -> None:
+    x = torch.randn(2, 1, 64)
+    module, other = (module_of(random_weight(KINDS[kind], (40, 64), seed=seed), torch.randn(40)) for seed in (1, 2))
+    torch.save(module, file := io.BytesIO())
+    file.seek(0)
+    twin = torch.load(file, weights_only=False)
+    assert torch.equal(twin(x), module(x))
+    compiled = torch.compile(twin, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x), module(x))
+    for name, tensor in other.named_buffers():
+        twin.register_buffer(name, tensor)
+    assert torch.equal(twin(x), other(x))
+    assert torch.equal(compiled(x), other(x))
+    other.bias = None
+    twin.bias = None
+    assert torch.equal(twin(x), other(x))
 
 
 def test_wrong_tensors_are_refused() -> None:
