@@ -25,6 +25,7 @@ LAYOUTS = (
 @click.option("--tp", type=click.IntRange(1), default=1, help="Cut every matrix for this many ranks.")
 @click.option("--ep", type=click.IntRange(1), default=1, help="Deal the experts to this many groups of ranks.")
 @click.option("--absorbed", is_flag=True, help="Also split kv_b_proj of latent attention into w_kc and w_vc.")
+@click.option("--no-join", is_flag=True, help="Pack q, k, v and gate, up as Linears of their own, not as one.")
 @click.option(
     "--unpack", is_flag=True, help="SOURCE is a packed directory; write the checkpoint that it was made from."
 )
@@ -39,6 +40,7 @@ def pack_for_cpu(
     tp: int,
     ep: int,
     absorbed: bool,
+    no_join: bool,
     unpack: bool,
     dry_run: bool,
     as_json: bool,
@@ -46,8 +48,9 @@ def pack_for_cpu(
 ) -> None:
     """Pack the checkpoint SOURCE (16-bit or quantized) for CPUs and write it to OUTPUT.
 
-    Quantized weights keep their codes; 16-bit matrices are packed in bf16. With --tp or --ep, OUTPUT holds a directory
-    for each rank.
+    Quantized weights keep their codes; 16-bit matrices are packed in bf16. q, k and v of an attention become one
+    Linear, and so do gate and up of an MLP, where they are of one kind and of whole blocks of rows. With --tp or --ep,
+    OUTPUT holds a directory for each rank.
     """
     from tilewright.kernels.module_spec import rank_directory
     from tilewright.packer.engine.gate import Options
@@ -57,15 +60,17 @@ def pack_for_cpu(
     from tilewright.packer.pack.unpack import plan_unpack
     from tilewright.packer.sources.checkpoint import open_checkpoint
 
-    if unpack and (layout or absorbed or max(tp, ep) > 1):
-        raise click.UsageError("--layout, --tp, --ep and --absorbed say how to pack, --unpack does the opposite")
+    if unpack and (layout or absorbed or no_join or max(tp, ep) > 1):
+        ways = "--layout, --tp, --ep, --absorbed and --no-join"
+        raise click.UsageError(f"{ways} say how to pack, --unpack does the opposite")
+    target = CpuTarget(layout, absorbs=absorbed, joins=not no_join)
     options = Options(**running)
     checkpoint = open_checkpoint(source, consumed=kept_headers(output) if options.resume else None)
     if unpack:
         plans = {output: plan_unpack(checkpoint)}
     elif max(tp, ep) == 1:
-        plans = {output: plan_pack(checkpoint, CpuTarget(layout, absorbs=absorbed))}
+        plans = {output: plan_pack(checkpoint, target)}
     else:
-        ranked = enumerate(plan_ranks(checkpoint, CpuTarget(layout, absorbs=absorbed), tp, ep))
+        ranked = enumerate(plan_ranks(checkpoint, target, tp, ep))
         plans = {output / rank_directory(rank, max(tp, ep)): plan for rank, plan in ranked}
     carry_out(plans, checkpoint, options, dry_run=dry_run, as_json=as_json)

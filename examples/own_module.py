@@ -16,16 +16,16 @@ from tilewright.kernels.packed import PackedCheckpoint
 
 
 class FeedForward(nn.Module):
-    """`down(silu(gate(x)) * up(x))`, each of the three a packed layer."""
+    """`down(silu(gate(x)) * up(x))`; gate and up are one packed layer."""
 
     def __init__(self, packed: PackedCheckpoint, path: str) -> None:
         super().__init__()
-        self.gate = packed[f"{path}.gate_proj"]
-        self.up = packed[f"{path}.up_proj"]
+        self.gate_up = packed[f"{path}.gate_up_proj"]
         self.down = packed[f"{path}.down_proj"]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(nn.functional.silu(gate) * up)
 
 
 def main() -> None:
@@ -34,10 +34,10 @@ def main() -> None:
     options = parser.parse_args()
 
     packed = tilewright.load_packed(options.packed)
-    path = next(name.removesuffix(".gate_proj") for name in packed if name.endswith("mlp.gate_proj"))
+    path = next(name.removesuffix(".gate_up_proj") for name in packed if name.endswith("mlp.gate_up_proj"))
     block = FeedForward(packed, path)
     print(block)
-    x = torch.randn(4, block.gate.in_features, dtype=torch.bfloat16)
+    x = torch.randn(4, block.gate_up.in_features, dtype=torch.bfloat16)
     print(path, tuple(x.shape), "->", tuple(block(x).shape))
 
 

@@ -3,8 +3,8 @@
 Engines pack a weight after loading it (`convert_weight_packed`, `convert_weight_packed_scale_zp`) and put the result in
 the place of the parameter. `engine_parameters` gives, under the names that the parameters have at that point, tensors
 that can take that place; set them and skip the engine's packing. What the engine's kernels cannot run (sizes that we
-pad) is refused. Where an engine merges layers (q, k, v; gate, up), the tensors are joined, which copies them; all
-others are views of the mapped files.
+pad) is refused. The tensors are views of the mapped files, also where an engine merges layers (q, k, v; gate, up) that
+were packed as one. Where they were not, they are joined here, which copies them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 import torch
 
 from .errors import LayoutError
-from .layouts.cpu_blocks import BLOCK_K, BLOCK_N
-from .module_spec import ModuleSpec
+from .layouts.cpu_blocks import BLOCK_K, BLOCK_N, row_unit
+from .module_spec import JOINED, ModuleSpec
 from .packed import PackedCheckpoint
 from .registry import Registry
 
-MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 SAME = {
     "cpu-vnni-bf16": {"weight": "weight"},
     "cpu-vnni-int8": {"weight": "weight", "weight_scale": "weight_scale"},
@@ -104,7 +103,7 @@ def _merge(packed: PackedCheckpoint) -> dict[str, list[str]]:
     targets: dict[str, list[str]] = {}
     for name in packed.specs:
         path, _, own = name.rpartition(".")
-        for merged, members in MERGED.items():
+        for merged, members in JOINED.items():
             names = [f"{path}.{member}" for member in members]
             if own in members and _joinable(packed, names):
                 targets.setdefault(f"{path}.{merged}", names)
@@ -119,7 +118,7 @@ def _joinable(packed: PackedCheckpoint, names: list[str]) -> bool:
     if not all(name in packed.specs for name in names):
         return False
     specs = [packed.specs[name] for name in names]
-    unit = max(BLOCK_N, specs[0].format.block_n)
+    unit = row_unit(specs[0].format)
     kinds = {(spec.layout.id, spec.format.id, spec.shape[-1], spec.bias_dtype is None) for spec in specs}
     return len(kinds) == 1 and all(spec.shape[0] % unit == 0 for spec in specs[:-1])
 

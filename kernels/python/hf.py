@@ -86,22 +86,23 @@ def _ignored(name: str, config: Any) -> bool:
 def _replace_modules(model: nn.Module, packed: PackedCheckpoint, config: Any) -> set[str]:
     """Put packed modules in the places of what they replace; returns the names of those that found one."""
     used = set()
-    for name in packed:
+    for name, spec in packed.specs.items():
         if _ignored(name, config):
             continue
         stack, _, kind = name.rpartition(".")
-        is_stack = kind in {"w13", "w2"} and len(packed.specs[name].shape) == 3
-        place = stack if is_stack else name
+        is_stack = kind in {"w13", "w2"} and len(spec.shape) == 3
+        places = [stack] if is_stack else [*spec.linears()] or [name]  # the model has the parts of a joined module
         try:
-            old = model.get_submodule(place)
+            replaced = {place: model.get_submodule(place) for place in places}
         except AttributeError:
             continue
         used.add(name)
         if kind == "w13" and is_stack:
-            model.set_submodule(place, _experts(stack, packed, config))
+            model.set_submodule(stack, _experts(stack, packed, config))
         elif not is_stack:
-            _check_linear(name, old, packed)
-            model.set_submodule(place, packed[name])
+            for place, old in replaced.items():
+                _check_linear(place, old, packed)
+                model.set_submodule(place, packed[place])
     return used
 
 

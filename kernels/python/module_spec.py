@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,12 +13,15 @@ from .errors import CheckpointError, LayoutError, TilewrightError, shown
 from .formats import FORMATS, WeightFormat
 from .layouts import LAYOUTS
 from .layouts.base import Layout
+from .layouts.cpu_blocks import row_unit
 from .safetensors_file import DTYPE_NAMES, DTYPES, Header
-from .tensors import TensorSpec
+from .tensors import Reject, TensorSpec
 
 PACKED_VERSION = "1"
 QUANT_METHOD = "tilewright"
 INPUT_SCALE = "input_scale"  # last part of the name of a static activation scale
+# Linears of the same input that are packed as one, under the name that engines give it: name -> its parts in row order.
+JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 @dataclass(frozen=True)
@@ -71,17 +74,21 @@ def rank_directory(rank: int, ranks: int) -> str:
 class ModuleSpec:
     """One packed module: a weight [N, K] or a stack of experts [E, N, K], with or without a bias.
 
+    Linears that are packed as one (`JOINED`) are a weight like any other, whose rows are theirs one after the other. As
+    each has whole blocks of rows, its tensors are slices of the joined ones along the first dimension.
+
     Attributes:
         layout: How its tensors are arranged.
         format: What its numbers mean.
         shape: Logical shape, without padding.
         parts: Equal parts of the rows, each padded and scaled on its own (gate and up: 2).
-        sources: Modules of the source whose rows it holds, one per part (one in all if `parts` is 1); `{}` stands for
-            the number of an expert, counted from `first_expert`.
+        sources: Modules of the source whose rows it holds, in row order; `{}` stands for the number of an expert,
+            counted from `first_expert`.
         source_layout: Layout of the weight in the source.
         bias_dtype: dtype of the bias in the source, or None without a bias. Packed biases are fp32.
         first_expert: Number that the first expert of the stack has in the source.
         whole: Logical shape of the uncut module; empty if this is all of it.
+        joined: Rows of each source, if they are Linears that were joined; else empty, and sources are equal parts.
     """
 
     layout: Layout
@@ -93,6 +100,12 @@ class ModuleSpec:
     bias_dtype: torch.dtype | None = None
     first_expert: int = 0
     whole: tuple[int, ...] = ()
+    joined: tuple[int, ...] = ()
+
+    @property
+    def source_rows(self) -> tuple[int, ...]:
+        """Rows of each source."""
+        return self.joined or (self.shape[-2] // self.parts,) * self.parts
 
     @property
     def numbers(self) -> range:
@@ -104,12 +117,44 @@ class ModuleSpec:
         """Whether results have to be added up over all ranks: this one has some of the columns or of the experts."""
         return bool(self.whole) and (self.whole[-1], self.whole[:-2]) != (self.shape[-1], self.shape[:-2])
 
+    def linears(self) -> dict[str, tuple[ModuleSpec, slice]]:
+        """The Linears that were joined: name -> what it is on its own, and its rows; empty if none were."""
+        if not self.joined:
+            return {}
+        found: dict[str, tuple[ModuleSpec, slice]] = {}
+        start = 0
+        for name, n in zip(self.sources, self.joined, strict=True):
+            whole = (n * self.whole[0] // self.shape[0], self.whole[1]) if self.whole else ()
+            spec = replace(self, shape=(n, self.shape[1]), sources=(name,), whole=whole, joined=())
+            found[name] = spec, slice(start, start + n)
+            start += n
+        return found
+
+    def take(self, tensors: Mapping[str, torch.Tensor], rows: slice) -> dict[str, torch.Tensor]:
+        """Views of some rows, whole blocks of them, of a weight [N, K] in each of its tensors."""
+        n = self.shape[0]
+        return {
+            suffix: tensor[len(tensor) * rows.start // n : len(tensor) * rows.stop // n]
+            for suffix, tensor in tensors.items()
+        }
+
     def tensors(self) -> dict[str, TensorSpec]:
         """Suffix, dtype and shape of each of its tensors, `bias` fp32 [.., N] included."""
         specs = dict(self.layout.specs(self.format, self.shape, self.parts))
         if self.bias_dtype is not None:
             specs["bias"] = TensorSpec(torch.float32, self.shape[:-1])
         return specs
+
+    def _against_joined(self) -> Reject | None:
+        """Why its rows cannot be those of the Linears that it names, or None if they can."""
+        unit = row_unit(self.format)
+        if not self.joined:
+            return None
+        if self.parts > 1 or len(self.sources) != len(self.joined) or (sum(self.joined),) != self.shape[:-1]:
+            return Reject("joined", f"{list(self.joined)} are not the rows of its {len(self.sources)} sources")
+        if any(rows < 1 or rows % unit for rows in self.joined):
+            return Reject("joined", f"{list(self.joined)} are no multiples of {unit}")
+        return None
 
     def to_json(self) -> dict[str, Any]:
         """The fields that `tilewright.modules` holds for it."""
@@ -128,6 +173,8 @@ class ModuleSpec:
             fields["first_expert"] = self.first_expert
         if self.whole:
             fields["whole"] = list(self.whole)
+        if self.joined:
+            fields["joined"] = list(self.joined)
         return fields
 
     @staticmethod
@@ -154,8 +201,9 @@ class ModuleSpec:
                 DTYPES[fields["bias"]] if "bias" in fields else None,
                 int(fields.get("first_expert", 0)),
                 tuple(int(size) for size in fields.get("whole", ())),
+                tuple(int(rows) for rows in fields.get("joined", ())),
             )
-            reject = layout.accepts(spec.format, spec.shape, spec.parts)
+            reject = layout.accepts(spec.format, spec.shape, spec.parts) or spec._against_joined()
         except TilewrightError as error:
             raise LayoutError(f"{module}: {error.message}", hint=error.hint) from error
         except (KeyError, TypeError, ValueError) as error:

@@ -27,12 +27,16 @@ RUN_HINT = "make the directory again with `pack-for-cpu` or `pack-for-gpu`"
 class PackedCheckpoint(Mapping[str, PackedWeight]):
     """An opened packed directory: its modules by name, made when they are asked for.
 
+    Iteration gives each stored module once. Linears that were joined are found under the name of the joined module and
+    each under its own (`packed["….qkv_proj"]`, `"….q_proj" in packed`), as views of the joined one's rows.
+
     Attributes:
         root: The directory.
         config: Its config.json.
         scheme: Scheme id, or `none` for plain 16-bit weights.
         cut: Which share of the model this is.
-        specs: Packed modules by name.
+        specs: Stored modules by name.
+        joined: Linears that were joined: name -> the stored module that holds its rows.
         plain: All other tensors by name: source name, dtype and shape.
         device: Where the tensors are put; "cpu" means that they stay views of the mapped files.
     """
@@ -46,6 +50,7 @@ class PackedCheckpoint(Mapping[str, PackedWeight]):
         self.cut = Cut.from_json(first.get("tilewright.cut", ""))
         self._files = {name: header for header in headers for name in header.entries}
         self.specs = _read_specs(headers)
+        self.joined = {part: name for name, spec in self.specs.items() for part in spec.linears()}
         owned = {f"{name}.{suffix}" for name, spec in self.specs.items() for suffix in spec.tensors()}
         self.plain: dict[str, TensorSpec] = {
             name: header.entries[name].spec for name, header in self._files.items() if name not in owned
@@ -55,14 +60,22 @@ class PackedCheckpoint(Mapping[str, PackedWeight]):
 
     def __getitem__(self, name: str) -> PackedWeight:
         if name not in self._modules:
-            spec = self.specs[name]
-            tensors = {suffix: self.tensor(f"{name}.{suffix}") for suffix in spec.tensors()}
-            runnable = self._runnable(name)
-            if runnable != spec:
-                bias = {suffix: tensor for suffix, tensor in tensors.items() if suffix == "bias"}
-                tensors = reorder(spec, tensors) | bias
-            self._modules[name] = build_module(name, runnable, tensors)
+            self._modules[name] = self._part(name) if name in self.joined else self._stored(name)
         return self._modules[name]
+
+    def _part(self, name: str) -> PackedWeight:
+        whole = self[self.joined[name]]
+        spec, rows = whole.spec.linears()[name]
+        return build_module(name, spec, whole.spec.take(dict(whole.named_buffers()), rows))
+
+    def _stored(self, name: str) -> PackedWeight:
+        spec = self.specs[name]
+        tensors = {suffix: self.tensor(f"{name}.{suffix}") for suffix in spec.tensors()}
+        runnable = self._runnable(name)
+        if runnable != spec:
+            bias = {suffix: tensor for suffix, tensor in tensors.items() if suffix == "bias"}
+            tensors = reorder(spec, tensors) | bias
+        return build_module(name, runnable, tensors)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.specs)
@@ -71,7 +84,7 @@ class PackedCheckpoint(Mapping[str, PackedWeight]):
         return len(self.specs)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.specs
+        return name in self.specs or name in self.joined
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor `name`: on a CPU a view of the mapped file."""

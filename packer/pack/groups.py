@@ -1,15 +1,20 @@
-"""Which matrices of a source become one packed module: a Linear alone, the experts of a layer together."""
+"""Which matrices of a source become one packed module: a Linear, Linears of one input, experts of a layer."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from tilewright.kernels.formats import WeightFormat
+from tilewright.kernels.layouts.cpu_blocks import row_unit
+from tilewright.kernels.module_spec import JOINED, Cut
 from tilewright.kernels.tensors import Reject
 
 from ..sources.base import SourceWeight
-from .cuts import Share
+from .cuts import Share, share_of
 
 EXPERT = re.compile(r"^(?P<stack>.*\.experts)\.(?P<number>\d+)\.(?P<projection>\w+)$")
 PROJECTIONS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
@@ -33,8 +38,15 @@ class Group:
 
     @property
     def parts(self) -> int:
-        """Matrices one under the other."""
-        return len(self.experts[0])
+        """Equal parts, each padded and scaled on its own: the matrices of an expert; joined Linears need no padding."""
+        return len(self.experts[0]) if self.stacked else 1
+
+    @property
+    def joined(self) -> tuple[int, ...]:
+        """Rows of this rank's share of each Linear, if they are several; else empty."""
+        if self.stacked or len(self.experts[0]) == 1:
+            return ()
+        return tuple(weight.shape[0] // self.share.rows[1] for weight in self.experts[0])
 
     @property
     def numbers(self) -> range:
@@ -46,8 +58,8 @@ class Group:
     @property
     def matrix(self) -> tuple[int, int]:
         """Logical shape of this rank's share of one expert."""
-        n, k = self.experts[0][0].shape
-        return n // self.share.rows[1] * self.parts, k // self.share.columns[1]
+        n, k = self.whole[-2:]
+        return n // self.share.rows[1], k // self.share.columns[1]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,8 +69,9 @@ class Group:
     @property
     def whole(self) -> tuple[int, ...]:
         """Logical shape that it would have uncut."""
-        n, k = self.experts[0][0].shape
-        return (len(self.experts), n * self.parts, k) if self.stacked else (n * self.parts, k)
+        n = sum(weight.shape[0] for weight in self.experts[0])
+        k = self.experts[0][0].shape[1]
+        return (len(self.experts), n, k) if self.stacked else (n, k)
 
     @property
     def templates(self) -> tuple[str, ...]:
@@ -92,3 +105,65 @@ def group_experts(stack: str, weights: Sequence[SourceWeight]) -> list[Group] | 
     upper = tuple((members[number, "gate"], members[number, "up"]) for number in numbers)
     lower = tuple((members[number, "down"],) for number in numbers)
     return [Group(f"{stack}.w13", upper, True), Group(f"{stack}.w2", lower, True)]
+
+
+@dataclass(frozen=True)
+class Linear:
+    """A Linear of the source that may be joined with others.
+
+    Attributes:
+        weight: Its matrix.
+        format: What it is packed in; None if it stays as it is.
+        bias: dtype of its bias, or None.
+    """
+
+    weight: SourceWeight
+    format: WeightFormat | None
+    bias: torch.dtype | None
+
+    @property
+    def kind(self) -> tuple[object, ...]:
+        """What is the same for Linears that can be joined."""
+        stored = tuple(name.removeprefix(self.weight.module) for name in self.weight.tensors)
+        return self.format, self.weight.shape[1], self.bias, self.weight.encoding, stored
+
+    def __str__(self) -> str:
+        bias = f" with bias {self.bias}" if self.bias else ""
+        return f"{_tail(self.weight.module)} {self.weight.encoding} {list(self.weight.shape)}{bias}"
+
+
+def join_linears(linears: Mapping[str, Linear], cut: Cut) -> Iterator[Group | Reject]:
+    """Linears that are multiplied by the same input, as one, if the packed bytes of each stay what they are alone.
+
+    Args:
+        linears: All Linears of a model by name.
+        cut: The rank's cut; each Linear is cut on its own.
+
+    Yields:
+        A group for Linears that can be joined, or why they cannot; nothing for those that are not packed.
+    """
+    for first in linears:
+        path = first[: -len(_tail(first))]
+        for name, tails in JOINED.items():
+            parts = [linears[path + tail] for tail in tails if path + tail in linears]
+            if _tail(first) != tails[0] or len(parts) != len(tails) or path + name in linears:
+                continue
+            if any(part.format for part in parts):
+                reason = _against_joining(parts, share_of(tails[0], cut, is_expert=False))
+                weights = tuple(part.weight for part in parts)
+                yield Reject(path + name, reason) if reason else Group(path + name, (weights,))
+
+
+def _against_joining(parts: Sequence[Linear], share: Share) -> str | None:
+    fmt = parts[0].format
+    if len({part.kind for part in parts}) > 1 or fmt is None:
+        return f"its parts differ: {', '.join(map(str, parts))}"
+    rows, unit = [part.weight.shape[0] for part in parts], row_unit(fmt)
+    if any(n % (share.rows[1] * unit) for n in rows):
+        each = f" for each of {share.rows[1]} ranks" if share.rows[1] > 1 else ""
+        return f"its parts of {', '.join(map(str, rows))} rows are no whole blocks of {unit}{each}"
+    return None
+
+
+def _tail(module: str) -> str:
+    return module.rpartition(".")[2]

@@ -15,7 +15,7 @@ from tilewright.kernels.module_spec import PACKED_VERSION, QUANT_METHOD, Cut, Mo
 from tilewright.kernels.tensors import Reject, TensorSpec
 
 from ..architectures import architecture_of, text_config
-from ..architectures.base import KEPT, Role
+from ..architectures.base import KEPT, Architecture, Role
 from ..manifest import solver_of
 from ..plan import Copy, Fate, Piece, Plan, Source, Task
 from ..quantize.planner import source_specs
@@ -24,7 +24,7 @@ from ..sources.base import SourceWeight
 from ..sources.checkpoint import Checkpoint
 from .activation_scales import reduced_scale
 from .cuts import Share, cut_of, cut_rejects, share_of
-from .groups import EXPERT, Group, group_experts
+from .groups import EXPERT, Group, Linear, group_experts, join_linears
 from .latent_attention import PROJECTION, AbsorbStep, heads_of
 from .steps import PackedPart, PackStep
 from .target import PACKED_PREFIXES, Target
@@ -123,6 +123,7 @@ class _Planner:
         for weight in inventory.weights:
             if match := EXPERT.match(weight.module):
                 stacks.setdefault(match["stack"], []).append(weight)
+        joined = self._join(inventory.weights, architecture) if self.target.joins else {}
         for weight in inventory.weights:
             role = architecture.role(weight.module)
             if match := EXPERT.match(weight.module):
@@ -132,7 +133,9 @@ class _Planner:
                 reason = f"experts stacked in one tensor {list(weight.shape)} are not packed"
                 self.rejects.append(Reject(weight.module, reason, QUANTIZE_HINT))
             elif weight.quantized or role in self.target.roles:
-                self._pack([Group(weight.module, ((weight,),))], role)
+                group = joined.get(weight.module) or Group(weight.module, ((weight,),))
+                if weight is group.experts[0][0]:
+                    self._pack([group], role)
                 if self.target.absorbs and weight.module.endswith(f".{PROJECTION}"):
                     self._absorb(weight)
             else:
@@ -173,6 +176,26 @@ class _Planner:
             rejects=tuple(self.rejects),
             notes=tuple(self.notes),
         )
+
+    def _join(self, weights: Iterable[SourceWeight], architecture: Architecture) -> dict[str, Group]:
+        """Module of each Linear that is packed together with others -> their group."""
+        linears: dict[str, Linear] = {}
+        for weight in weights:
+            if len(weight.shape) == 2 and architecture.role(weight.module) in self.target.roles:
+                fmt, bias = self._format(weight), self._bias(weight)
+                if not isinstance(fmt, Reject):
+                    linears[weight.module] = Linear(weight, fmt, self.checkpoint.spec(bias).dtype if bias else None)
+        groups: dict[str, Group] = {}
+        apart: dict[str, list[str]] = {}
+        for found in join_linears(linears, self.cut):
+            if isinstance(found, Reject):
+                apart.setdefault(found.reason, []).append(found.name)
+            else:
+                groups.update(dict.fromkeys(found.templates, found))
+        for reason, names in apart.items():
+            more = f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+            self.notes.append(f"{names[0]}{more} is not joined: {reason}")
+        return groups
 
     def _pack_experts(self, stack: str, weights: list[SourceWeight]) -> None:
         groups = group_experts(stack, weights)
@@ -316,6 +339,7 @@ class _Planner:
             self.checkpoint.spec(biases[0]).dtype if biases[0] else None,
             group.numbers.start,
             group.whole if group.whole != group.shape else (),
+            group.joined,
         )
         self.modules[group.name] = spec
         outputs = {f"{group.name}.{suffix}": tensor for suffix, tensor in spec.tensors().items()}
@@ -346,7 +370,7 @@ class _Planner:
             counts = tuple(len(weight.tensors) for weight in weights)
             has_bias = self.modules[group.name].bias_dtype is not None
             readers = tuple(weight.reader for weight in weights)
-            parts.append(PackedPart(group.name, layout, fmt, readers, counts, has_bias, group.share))
+            parts.append(PackedPart(group.name, layout, fmt, readers, counts, has_bias, group.share, group.parts))
             one = replace(self.modules[group.name], shape=group.matrix)
             for suffix, piece in one.tensors().items():
                 offset = (number - group.numbers.start) * piece.nbytes

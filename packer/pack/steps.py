@@ -19,7 +19,7 @@ from .cuts import Share
 
 @dataclass(frozen=True)
 class PackedPart:
-    """Matrices of equal shape that become one packed matrix, one under the other.
+    """Matrices that become one packed matrix, one under the other.
 
     Attributes:
         output: Name of the packed module.
@@ -29,6 +29,7 @@ class PackedPart:
         counts: How many tensors each reader takes.
         biases: Whether the bias of each part follows its tensors.
         share: Which share of each matrix is packed.
+        parts: Equal parts of the packed rows that are padded and scaled each on its own.
     """
 
     output: str
@@ -38,6 +39,7 @@ class PackedPart:
     counts: tuple[int, ...]
     biases: bool = False
     share: Share = Share()
+    parts: int = 1
 
     @property
     def count(self) -> int:
@@ -59,7 +61,10 @@ class PackedPart:
             parts.append(self.share.take(whole))
             if self.biases:
                 biases.append(self.share.take_bias(next(remaining)).to(torch.float32))
-        named = {f"{self.output}.{suffix}": tensor for suffix, tensor in self.layout.pack(join_parts(parts)).items()}
+        named = {
+            f"{self.output}.{suffix}": tensor
+            for suffix, tensor in self.layout.pack(join_rows(parts, self.parts)).items()
+        }
         if self.biases:
             named[f"{self.output}.bias"] = torch.cat(biases)
         return named
@@ -102,14 +107,15 @@ class UnpackStep:
     def run(self, sources: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The tensors of the sources by name; `sources` are the packed ones in the order of `spec.tensors()`."""
         spec = self.spec
-        shape = spec.shape[-2:]
         tensors = dict(zip(spec.tensors(), sources, strict=True))
-        whole = spec.layout.unpack(tensors, spec.format, shape, spec.parts)
+        whole = spec.layout.unpack(tensors, spec.format, spec.shape[-2:], spec.parts)
+        rows = spec.source_rows
         result: dict[str, torch.Tensor] = {}
-        for number, (name, part) in enumerate(zip(self.names, split_parts(whole), strict=True)):
+        for name, part in zip(self.names, split_rows(whole, rows), strict=True):
             result.update({f"{name}.{suffix}": tensor for suffix, tensor in self.layout.pack(part).items()})
-            if spec.bias_dtype is not None:
-                result[f"{name}.bias"] = tensors["bias"].chunk(spec.parts)[number].to(spec.bias_dtype)
+        if spec.bias_dtype is not None:
+            for name, bias in zip(self.names, tensors["bias"].split(rows), strict=True):
+                result[f"{name}.bias"] = bias.to(spec.bias_dtype)
         return result
 
 
@@ -132,30 +138,37 @@ def _check_scales(q: QTensor, subject: str) -> None:
         )
 
 
-def join_parts(parts: Sequence[QTensor]) -> QTensor:
-    """Weights of equal shape and format as the equal parts of one weight, one under the other."""
-    first = parts[0]
-    if len(parts) == 1:
+def join_rows(weights: Sequence[QTensor], parts: int) -> QTensor:
+    """Weights of one format and K as one weight, one under the other.
+
+    Args:
+        weights: Each with its own grid of scales; with `parts` 1 and more than one of them, of whole blocks of rows.
+        parts: 1, or their number if they are equally large and stay parts.
+    """
+    first = weights[0]
+    if len(weights) == 1:
         return first
-    assert all(part.format == first.format and part.shape == first.shape for part in parts)
-    scales = [part.scales for part in parts if part.scales is not None]
-    zeros = [part.zeros for part in parts if part.zeros is not None]
-    assert len(zeros) in {0, len(parts)}, "parts with and without zero points"
-    bits = [part.codes.view(torch.uint8) if part.codes.itemsize == 1 else part.codes for part in parts]
+    assert parts in {1, len(weights)}
+    assert all(weight.format == first.format for weight in weights)
+    scales = [weight.scales for weight in weights if weight.scales is not None]
+    zeros = [weight.zeros for weight in weights if weight.zeros is not None]
+    assert len(zeros) in {0, len(weights)}, "parts with and without zero points"
+    bits = [weight.codes.view(torch.uint8) if weight.codes.itemsize == 1 else weight.codes for weight in weights]
     return QTensor(
         first.format,
         torch.cat(bits).view(first.codes.dtype),
         torch.cat(scales) if scales else None,
         torch.cat(zeros) if zeros else None,
-        len(parts),
+        parts,
     )
 
 
-def split_parts(q: QTensor) -> list[QTensor]:
-    """The inverse of `join_parts`."""
+def split_rows(q: QTensor, rows: Sequence[int]) -> list[QTensor]:
+    """The inverse of `join_rows`; `rows` are those of each weight."""
 
-    def split(tensor: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
-        return [None] * q.parts if tensor is None else tensor.chunk(q.parts, -2)
+    def split(tensor: torch.Tensor | None, sizes: Sequence[int]) -> Sequence[torch.Tensor | None]:
+        return [None] * len(rows) if tensor is None else tensor.split(list(sizes), -2)
 
-    parts = zip(split(q.codes), split(q.scales), split(q.zeros), strict=True)
-    return [QTensor(q.format, codes, scales, zeros) for codes, scales, zeros in parts if codes is not None]
+    grid = [q.format.scale_rows(n) for n in rows] if q.format.has_scales else rows
+    split_up = zip(split(q.codes, rows), split(q.scales, grid), split(q.zeros, grid), strict=True)
+    return [QTensor(q.format, codes, scales, zeros) for codes, scales, zeros in split_up if codes is not None]

@@ -23,6 +23,7 @@ class Target(Protocol):
         roles: Roles of the weights that are packed; all others are copied.
         reduces_scales: Whether static activation scales of a layer's experts are also stored as one.
         absorbs: Whether `kv_b_proj` of latent attention is also split into `w_kc` and `w_vc`.
+        joins: Whether Linears of the same input are packed as one.
     """
 
     @property
@@ -36,6 +37,9 @@ class Target(Protocol):
 
     @property
     def absorbs(self) -> bool: ...  # noqa: D102
+
+    @property
+    def joins(self) -> bool: ...  # noqa: D102
 
     def layout(self, role: Role, fmt: WeightFormat, shape: tuple[int, ...], parts: int) -> Layout | Reject | None:
         """The layout of a weight; a reject if it cannot be packed; None if this target leaves it as it is."""
@@ -51,6 +55,7 @@ class CpuTarget:
         roles: Roles of the weights that are packed.
         reduces_scales: See `Target`.
         absorbs: See `Target`.
+        joins: See `Target`.
     """
 
     preferred: str | None = None
@@ -58,6 +63,7 @@ class CpuTarget:
     roles: tuple[Role, ...] = ("linear", "expert", "head", "shared-gate", "mtp-projection")
     reduces_scales: bool = False
     absorbs: bool = False
+    joins: bool = True
 
     def layout(self, role: Role, fmt: WeightFormat, shape: tuple[int, ...], parts: int) -> Layout | Reject | None:
         """The preferred layout where it accepts the weight, else the first CPU layout that does."""
@@ -82,6 +88,7 @@ class GpuTarget:
         roles: Roles of the weights that are packed.
         reduces_scales: See `Target`.
         absorbs: See `Target`.
+        joins: See `Target`.
     """
 
     preferred: str = "gpu-hopper-w4"
@@ -89,6 +96,7 @@ class GpuTarget:
     roles: tuple[Role, ...] = ("expert",)
     reduces_scales: bool = True
     absorbs: bool = False
+    joins: bool = False
 
     def layout(self, role: Role, fmt: WeightFormat, shape: tuple[int, ...], parts: int) -> Layout | Reject | None:
         """The layout, or why it cannot hold the weight."""

@@ -80,10 +80,10 @@ def _unpack_tasks(name: str, spec: ModuleSpec, layout: Layout) -> list[Task]:
     for number in range(stack[0]) if stack else (None,):
         modules = tuple(source.format((number or 0) + spec.first_expert) for source in spec.sources)
         pieces = []
-        for module in modules:
-            specs = {f"{module}.{suffix}": t for suffix, t in layout.specs(spec.format, (n // spec.parts, k)).items()}
+        for module, rows in zip(modules, spec.source_rows, strict=True):
+            specs = {f"{module}.{suffix}": t for suffix, t in layout.specs(spec.format, (rows, k)).items()}
             if spec.bias_dtype is not None:
-                specs[f"{module}.bias"] = TensorSpec(spec.bias_dtype, (n // spec.parts,))
+                specs[f"{module}.bias"] = TensorSpec(spec.bias_dtype, (rows,))
             pieces += [Piece(*item) for item in specs.items()]
         sources = tuple(Source(f"{name}.{suffix}", number) for suffix in spec.tensors())
         tasks.append(Task(sources, tuple(pieces), UnpackStep(matrix, layout, modules)))

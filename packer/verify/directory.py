@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from tilewright.kernels.tensors import QTensor
 from ..architectures import architecture_of, text_config
 from ..manifest import solver_of
 from ..pack.modules import packed_modules, stored_inventory
+from ..pack.steps import split_rows
 from ..plan import Source
 from ..quantize.naming import canonical
 from ..quantize.stacks import StackLayout, TransposedReader, container_of, decide, output_rows
@@ -145,53 +147,71 @@ def _packed_weights(checkpoint: Checkpoint, modules: dict[str, ModuleSpec]) -> I
         names = {suffix: f"{module}.{suffix}" for suffix in spec.tensors()}
         if missing := [name for name in names.values() if name not in checkpoint.files]:
             raise VerifyError(f"{checkpoint.root}: packed module `{module}` lacks `{missing[0]}`")
-        yield from _packed_module(checkpoint, module, spec, names)
+        stored = partial(_tensors, checkpoint, names)
+        for name, (linear, rows) in spec.linears().items():
+            yield from _packed_module(_Packed(name, linear, partial(_rows, spec, stored, rows), tuple(names.values())))
+        if not spec.joined:
+            yield from _packed_module(_Packed(module, spec, stored, tuple(names.values())))
 
 
-def _packed_module(checkpoint: Checkpoint, module: str, spec: ModuleSpec, names: dict[str, str]) -> Iterator[Weight]:
-    if not spec.sources and not spec.source_layout:
-        return  # made of another module's weight (`w_kc`, `w_vc`), which is compared there
-    experts = range(spec.shape[0]) if len(spec.shape) == 3 else (None,)
-    rows = spec.shape[-2] // spec.parts
-    for expert in experts:
-        for part, template in enumerate(spec.sources or (module,)):
-            source = template.format(None if expert is None else expert + spec.first_expert)
-            read = _part_of_module(checkpoint, spec, names, expert, part)
-            sources = tuple(names.values())
-            yield Weight(f"{source}.weight", (rows, spec.shape[-1]), spec.format, read, sources=sources)
-            if spec.bias_dtype is not None:
-                whole = checkpoint.tensor(Source(names["bias"]))
-                bias = (whole if expert is None else whole[expert])[part * rows : (part + 1) * rows]
-                yield Weight(
-                    f"{source}.bias", (rows,), None, partial(bias.to, spec.bias_dtype), sources=(names["bias"],)
-                )
+def _tensors(checkpoint: Checkpoint, names: dict[str, str]) -> dict[str, torch.Tensor]:
+    return {suffix: checkpoint.tensor(Source(name)) for suffix, name in names.items()}
 
 
-def _part_of_module(
-    checkpoint: Checkpoint, spec: ModuleSpec, names: dict[str, str], expert: int | None, part: int
-) -> Callable[[], QTensor]:
-    def read() -> QTensor:
-        tensors = {suffix: checkpoint.tensor(Source(name)) for suffix, name in names.items() if suffix != "bias"}
-        shape = spec.shape
+def _rows(spec: ModuleSpec, stored: Callable[[], dict[str, torch.Tensor]], rows: slice) -> dict[str, torch.Tensor]:
+    return spec.take(stored(), rows)
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A packed module that was not joined, or one of the Linears of one that was.
+
+    Attributes:
+        name: Its name.
+        spec: What it is.
+        tensors: Views of its tensors by suffix.
+        names: Stored tensors that they lie in.
+    """
+
+    name: str
+    spec: ModuleSpec
+    tensors: Callable[[], dict[str, torch.Tensor]]
+    names: tuple[str, ...]
+
+    def part(self, expert: int | None, part: int) -> QTensor:
+        """One of the parts of the rows, with its own grid of scales."""
+        spec = self.spec
+        tensors, shape = self.tensors(), spec.shape
+        tensors.pop("bias", None)
         if expert is not None:
             tensors = {suffix: tensor[expert : expert + 1] for suffix, tensor in tensors.items()}
             shape = (1, *shape[1:])
         whole = spec.layout.unpack(tensors, spec.format, shape, spec.parts)
-        return _rows_of(whole if expert is None else _only(whole), spec.parts, part)
+        return split_rows(whole if expert is None else _only(whole), spec.source_rows)[part]
 
-    return read
+    def bias(self, expert: int | None, part: int) -> torch.Tensor:
+        """The bias of one of the parts, in its dtype in the source."""
+        assert self.spec.bias_dtype is not None
+        whole = self.tensors()["bias"]
+        mine = whole if expert is None else whole[expert]
+        found: torch.Tensor = mine.split(self.spec.source_rows)[part]
+        return found.to(self.spec.bias_dtype)
+
+
+def _packed_module(packed: _Packed) -> Iterator[Weight]:
+    spec = packed.spec
+    if not spec.sources and not spec.source_layout:
+        return  # made of another module's weight (`w_kc`, `w_vc`), which is compared there
+    for expert in range(spec.shape[0]) if len(spec.shape) == 3 else (None,):
+        for part, (template, rows) in enumerate(zip(spec.sources or (packed.name,), spec.source_rows, strict=True)):
+            name = template.format(None if expert is None else expert + spec.first_expert)
+            read = partial(packed.part, expert, part)
+            yield Weight(f"{name}.weight", (rows, spec.shape[-1]), spec.format, read, sources=packed.names)
+            if spec.bias_dtype is not None:
+                yield Weight(f"{name}.bias", (rows,), None, partial(packed.bias, expert, part), sources=packed.names)
 
 
 def _only(q: QTensor) -> QTensor:
     """The one expert of a stack of one."""
     scales = None if q.scales is None else q.scales[0]
     return QTensor(q.format, q.codes[0], scales, None if q.zeros is None else q.zeros[0], q.parts)
-
-
-def _rows_of(q: QTensor, parts: int, part: int) -> QTensor:
-    """One of the equal parts of the rows, with its own grid of scales."""
-    if parts == 1:
-        return q
-    pick = [None if t is None else t.chunk(parts)[part] for t in (q.codes, q.scales, q.zeros)]
-    assert pick[0] is not None
-    return QTensor(q.format, pick[0], pick[1], pick[2])

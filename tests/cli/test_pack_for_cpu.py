@@ -10,6 +10,7 @@ import pytest
 from tilewright.cli import pack_for_cpu
 from tilewright.cli.main import load, run
 from tilewright.kernels.layouts import LAYOUTS
+from tilewright.kernels.safetensors_file import read_header
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "tiny-deepseek-v3"
 
@@ -47,6 +48,15 @@ def test_dry_run_writes_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str
     assert list(tmp_path.iterdir()) == []
 
 
+def test_joined_unless_told_otherwise(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.gate_up_proj"
+    for options, found in (((), True), (("--no-join",), False)):
+        assert leave(MODEL, tmp_path / str(found), *options) == 0
+        metadata = read_header(tmp_path / str(found) / "model.safetensors").metadata
+        assert (name in json.loads(metadata["tilewright.modules"])) is found
+
+
 def test_wrong_usage(tmp_path: Path) -> None:
     assert leave(MODEL, tmp_path / "packed", "--layout", "cpu-vnni-int9") == 2
     assert leave(MODEL, tmp_path / "packed", "--layout", "cpu-vnni-int8", "--unpack") == 2
+    assert leave(MODEL, tmp_path / "packed", "--no-join", "--unpack") == 2

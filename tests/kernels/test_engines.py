@@ -83,6 +83,24 @@ def test_tensors_that_are_not_joined_are_views(packed: Call) -> None:
     assert found[name].data_ptr() == opened.tensor(name).data_ptr()
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_joined_when_packed_or_when_handed_over_is_the_same(engine: str, quantized: Call, tmp_path: Path) -> None:
+    """What was packed as one is a view, what was not is joined now; names, shapes and bytes are equal."""
+    checkpoint = open_checkpoint(quantized("tiny-deepseek-v3", "block-fp8"))
+    opened = []
+    for joins in (True, False):
+        execute(plan_pack(checkpoint, CpuTarget(joins=joins)), checkpoint, tmp_path / str(joins))
+        opened.append(load_packed(tmp_path / str(joins)))
+    joined, apart = (dict(engine_parameters(packed, engine)) for packed in opened)
+    assert joined.keys() == apart.keys()
+    for name, tensor in joined.items():
+        assert (tensor.dtype, tensor.shape) == (apart[name].dtype, apart[name].shape)
+        assert torch.equal(tensor.reshape(-1).view(torch.uint8), apart[name].reshape(-1).view(torch.uint8)), name
+    name = "model.layers.0.mlp.gate_up_proj.weight"
+    assert name not in opened[1].plain
+    assert joined[name].data_ptr() == opened[0].tensor(name).data_ptr()
+
+
 def pack(tensors: dict[str, torch.Tensor], folder: Path) -> Path:
     (folder / "source").mkdir()
     (folder / "source" / "config.json").write_text(json.dumps({"model_type": "llama"}))

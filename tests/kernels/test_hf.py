@@ -21,6 +21,10 @@ from tilewright.kernels.errors import CheckpointError
 from tilewright.kernels.modules import PackedExperts, PackedLinear, PackedWeight
 from tilewright.kernels.reference import quantize_rows
 from tilewright.kernels.safetensors_file import read_header
+from tilewright.packer.engine.pipeline import execute
+from tilewright.packer.pack.planner import plan_pack
+from tilewright.packer.pack.target import CpuTarget
+from tilewright.packer.sources.checkpoint import open_checkpoint
 
 ROOT = Path(__file__).parents[2]
 TINY = ("tiny-qwen3-moe", "tiny-deepseek-v3")
@@ -84,6 +88,17 @@ def test_swapped_gate_and_up_are_noticed(model: str, packed: Call) -> None:
     kl, top1 = divergence(source_probabilities(model), log_probabilities(runs, windows()))
     assert kl > MAX_KL["int8"]
     assert top1 < 0.98
+
+
+@pytest.mark.parametrize(("model", "scheme"), [(TINY[0], "int8"), (TINY[1], "block-fp8")])
+def test_joined_linears_change_no_bit(model: str, scheme: str, quantized: Call, packed: Call, tmp_path: Path) -> None:
+    source = open_checkpoint(quantized(model, scheme))
+    execute(plan_pack(source, CpuTarget(joins=False)), source, tmp_path / "apart")
+    joined, apart = (tilewright.load_model(path) for path in (packed(model, scheme), tmp_path / "apart"))
+    assert any(spec.joined for spec in joined.packed.specs.values())
+    assert joined.state_dict().keys() == apart.state_dict().keys()
+    with torch.no_grad():
+        assert torch.equal(joined(windows()[:2]).logits, apart(windows()[:2]).logits)
 
 
 class Simulated(nn.Module):

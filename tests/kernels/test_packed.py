@@ -49,14 +49,14 @@ def refusal(directory: Path, **options: object) -> str:
 def test_modules_are_views_of_the_mapped_file(directory: Path) -> None:
     packed = tilewright.load_packed(directory, verify_checksums=True)
     assert (packed.scheme, packed.cut) == ("int8", Cut())
-    assert len(packed) == len(list(packed)) == 25
+    assert len(packed) == len(list(packed)) == 17
     assert "model.embed_tokens.weight" in packed.plain
-    module = packed["model.layers.0.self_attn.q_proj"]
-    assert module is packed["model.layers.0.self_attn.q_proj"]
+    module = packed["model.layers.0.self_attn.o_proj"]
+    assert module is packed["model.layers.0.self_attn.o_proj"]
     for suffix, tensor in zip(module.kernel.suffixes, module.tensors(), strict=True):
-        file = packed.tensor(f"model.layers.0.self_attn.q_proj.{suffix}")
+        file = packed.tensor(f"model.layers.0.self_attn.o_proj.{suffix}")
         assert tensor.data_ptr() == file.data_ptr()
-        assert torch.equal(tensor, load_file(directory / FILE)[f"model.layers.0.self_attn.q_proj.{suffix}"])
+        assert torch.equal(tensor, load_file(directory / FILE)[f"model.layers.0.self_attn.o_proj.{suffix}"])
     maps = Path("/proc/self/maps")
     if maps.exists():
         lines = [line.split() for line in maps.read_text().splitlines() if str(directory) in line]
@@ -89,7 +89,7 @@ def test_wrong_version(directory: Path) -> None:
 
 def test_everything_wrong_is_listed(directory: Path) -> None:
     tensors = load_file(directory / FILE)
-    del tensors["model.layers.0.self_attn.q_proj.weight_scale"]
+    del tensors["model.layers.0.self_attn.qkv_proj.weight_scale"]
     tensors["model.layers.3.mlp.experts.w2.weight"] = tensors["model.layers.3.mlp.experts.w2.weight"][:, :-32]
     save_file(
         {name: tensor.contiguous() for name, tensor in tensors.items()},
@@ -98,7 +98,7 @@ def test_everything_wrong_is_listed(directory: Path) -> None:
     )
     trust(directory)
     message = refusal(directory)
-    assert "`model.layers.0.self_attn.q_proj.weight_scale` is missing" in message
+    assert "`model.layers.0.self_attn.qkv_proj.weight_scale` is missing" in message
     assert (
         "`model.layers.3.mlp.experts.w2.weight` is torch.int8 [8, 224, 132], layout `cpu-vnni-int8` demands" in message
     )
@@ -107,11 +107,11 @@ def test_everything_wrong_is_listed(directory: Path) -> None:
 def test_unknown_layout_version(directory: Path) -> None:
     modules = json.loads(read_header(directory / FILE).metadata["tilewright.modules"])
     modules["lm_head"]["version"] = 7
-    modules["model.layers.0.self_attn.q_proj"]["layout"] = "cpu-amx-int2"
+    modules["model.layers.0.self_attn.o_proj"]["layout"] = "cpu-amx-int2"
     rewrite(directory, **{"tilewright.modules": json.dumps(modules)})
     message = refusal(directory)
     assert "lm_head: layout `cpu-vnni-bf16` has version 1 here, the file has 7" in message
-    assert "model.layers.0.self_attn.q_proj: unknown layout `cpu-amx-int2`" in message
+    assert "model.layers.0.self_attn.o_proj: unknown layout `cpu-amx-int2`" in message
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"tp": [0], "ep": [0, 1]}', '{"tp": ["x", 1], "ep": [0, 1]}'])

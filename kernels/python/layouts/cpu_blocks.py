@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from ..formats import WeightFormat
 from ..tensors import Reject
 
 BLOCK_N = 32
@@ -22,6 +23,11 @@ def round_up(size: int, multiple: int) -> int:
 def packed_rows(n: int, parts: int) -> int:
     """Rows after each of the `parts` equal parts of `n` rows is padded to whole blocks."""
     return parts * round_up(n // parts, BLOCK_N)
+
+
+def row_unit(fmt: WeightFormat) -> int:
+    """Rows of whole blocks of rows and scales: packed one by one, such matrices are the packed matrix of them all."""
+    return max(BLOCK_N, fmt.block_n)
 
 
 def check_shape(layout: str, shape: tuple[int, ...], parts: int) -> Reject | None:

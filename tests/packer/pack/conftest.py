@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from tilewright.packer.pack.planner import plan_pack
 from tilewright.packer.pack.target import CpuTarget
 from tilewright.packer.pack.unpack import plan_unpack
 from tilewright.packer.plan import Plan
+from tilewright.packer.quantize.options import QuantizeOptions
+from tilewright.packer.quantize.planner import plan_quantize
 from tilewright.packer.sources.checkpoint import open_checkpoint
 
 Tensors = Mapping[str, torch.Tensor]
@@ -33,6 +36,21 @@ def write(tmp_path: Path) -> Callable[..., Path]:
         return root
 
     return write_source
+
+
+@pytest.fixture
+def convert(tmp_path: Path) -> Callable[..., Path]:
+    """convert(source, scheme, **options): a new directory with it quantized; "none" is the source itself."""
+
+    def convert_source(source: Path, scheme: str, **options: Any) -> Path:
+        if scheme == "none":
+            return source
+        output = tmp_path / f"quantized-{len(list(tmp_path.iterdir()))}"
+        checkpoint = open_checkpoint(source)
+        execute(plan_quantize(checkpoint, QuantizeOptions(scheme, **options)), checkpoint, output)
+        return output
+
+    return convert_source
 
 
 @pytest.fixture

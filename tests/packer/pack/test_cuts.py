@@ -111,7 +111,7 @@ def test_ranks_joined_equal_the_uncut_layer(
     ranks = [load_packed(tmp_path, rank) for rank in range(max(tp, ep))]
     attention = "model.layers.1.self_attn"
     by_rows = f"{attention}.kv_b_proj" if "deepseek" in model else f"{attention}.q_proj"
-    x = torch.randn(5, whole.specs[by_rows].shape[1]).to(torch.bfloat16)
+    x = torch.randn(5, whole[by_rows].in_features).to(torch.bfloat16)
     parts = [rank[by_rows](x) for rank in ranks]
     assert torch.equal(torch.cat(parts, -1) if tp > 1 else parts[0], whole[by_rows](x))
     x = torch.randn(5, whole.specs[f"{attention}.o_proj"].shape[1]).to(torch.bfloat16)

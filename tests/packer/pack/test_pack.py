@@ -15,7 +15,7 @@ from tilewright.kernels.formats import FORMATS
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.module_spec import ModuleSpec
 from tilewright.kernels.safetensors_file import read_header
-from tilewright.packer.pack.steps import split_parts
+from tilewright.packer.pack.steps import split_rows
 from tilewright.packer.plan import Plan
 from tilewright.packer.schemes import SCHEMES
 
@@ -55,7 +55,7 @@ def test_no_code_changes(model: str, scheme: str, form: str | None, quantized: C
         whole = spec.layout.unpack(own, spec.format, spec.shape, spec.parts)
         stored = LAYOUTS[spec.source_layout]
         for number in range(spec.shape[0]) if len(spec.shape) == 3 else [0]:
-            for part, template in zip(split_parts(whole), spec.sources, strict=True):
+            for part, template in zip(split_rows(whole, spec.source_rows), spec.sources, strict=True):
                 module = template.format(number)
                 codes = part.codes if part.codes.dim() == 2 else part.codes[number]
                 scales = part.scales if part.scales is None or part.scales.dim() == 2 else part.scales[number]

@@ -99,6 +99,26 @@ def test_damage_of_a_linear(scheme: str, packed: Packed, edit: Edit) -> None:
         assert failed(MODELS / QWEN, edit(good, change)) == [f"{SQUARE}.weight"], change.__name__
 
 
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_damage_of_a_joined_linear(scheme: str, packed: Packed, edit: Edit) -> None:
+    """Of q, k and v in one module, the one that was damaged is named, whichever of its tensors it was."""
+    good = packed(QWEN, scheme)
+    module = "model.layers.2.self_attn.qkv_proj"
+    spec = packed_modules(open_checkpoint(good))[module]
+    for name, (_, rows) in spec.linears().items():
+
+        def doubled(tensors: Tensors, rows: slice = rows) -> None:
+            part = spec.take({"scale": scale_of(tensors, module)}, rows)["scale"]
+            part.flatten()[-1:].mul_(2)
+
+        def shifted(tensors: Tensors, rows: slice = rows) -> None:
+            part = spec.take({"weight": tensors[f"{module}.weight"]}, rows)["weight"]
+            part.copy_(part.flatten().roll(1).reshape(part.shape))
+
+        for change in (doubled, shifted):
+            assert failed(MODELS / QWEN, edit(good, change)) == [f"{name}.weight"], change.__name__
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_swapped_gate_and_up(scheme: str, packed: Packed, edit: Edit) -> None:
     """Halves of w13 exchanged for one expert, weight and scales together: both projections are named."""
