@@ -14,6 +14,7 @@ from .errors import CheckpointError, TilewrightError
 from .gpu.experts import GpuExperts
 from .layouts.gpu_hopper import GPU_HOPPER_W4
 from .modules import PackedExperts, PackedLinear, PackedStack
+from .norms import replace_norms
 from .packed import PackedCheckpoint, load_packed
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -69,6 +70,8 @@ def load_model(
         lines += [f"`{name}` has no place in {type(model).__name__}" for name in unused]
         raise CheckpointError(f"{packed.root}: does not fit the model:\n  " + "\n  ".join(lines))
     _keep_precision(model)
+    if device == "cpu":
+        replace_norms(model)
     if (packed.root / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(packed.root)
     model.packed = packed

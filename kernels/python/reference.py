@@ -90,3 +90,29 @@ def linear_int4(
     for g, (part_a, part_w) in enumerate(zip(a.split(group, 1), signed.split(group, 1), strict=True)):
         y = y + (part_a @ part_w.to(a.dtype).T).float() * scale[:, g]
     return _finish(y * row_scale if int8_activations else y, bias, x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """`weight * round(x * (1 / sqrt(sum / K + epsilon)))` in fp32, rounded to the dtype of `x`, then to the result's.
+
+    `sum` adds up the squares in 32 parts, column i to part i % 32, and then the halves of the parts.
+
+    Args:
+        x: fp32, bf16 or fp16 [M, K].
+        weight: fp32, bf16 or fp16 [K].
+        epsilon: Rounded to fp32.
+
+    Returns:
+        [M, K] in the dtype that both have, or fp32.
+    """
+    values, k = x.float(), x.shape[-1]
+    parts = torch.zeros(x.shape[0], 32)
+    for start in range(0, k, 32):
+        squares = values[:, start : start + 32] * values[:, start : start + 32]
+        parts[:, : squares.shape[1]] += squares
+    while parts.shape[1] > 1:
+        half = parts.shape[1] // 2
+        parts = parts[:, :half] + parts[:, half:]
+    mean = parts / torch.tensor(float(k)) + torch.tensor(epsilon, dtype=torch.float32)
+    scale = torch.tensor(1.0) / mean.double().sqrt().float()  # torch's root in fp32 may be off by its last bit
+    return (values * scale).to(x.dtype) * weight

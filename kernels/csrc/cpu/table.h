@@ -74,6 +74,7 @@ struct Blocking {
 
 struct Experts;  // experts.h
 struct Routed;
+struct Norm;  // norm.h
 
 // Some rows of x, from a multiple of `rows` on, times some packed blocks.
 struct Range {
@@ -93,6 +94,7 @@ struct Isa {
   void (*gate_up)(const Experts*, const Routed*, const Range*, void* scratch);
   void (*down)(const Experts*, const Routed*, int64_t block_begin, int64_t block_end, float* total, void* scratch);
   void (*store_rows)(const Experts*, int64_t block_begin, int64_t block_end, const float* total);
+  void (*rms_norm)(const Norm*, int64_t row_begin, int64_t row_end, void* scratch);
 };
 
 #define TILEWRIGHT_DECLARE_ISA(name) extern "C" __attribute__((visibility("hidden"))) const Isa tilewright_isa_##name
