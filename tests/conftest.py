@@ -1,12 +1,19 @@
-"""The shipped tiny models, quantized and packed once per run."""
+"""The same random inputs in every run, and the shipped tiny models, quantized and packed once per run.
+
+`pytest --hypothesis-seed=N` draws other inputs than the usual ones, for hypothesis and for torch.
+"""
 
 from __future__ import annotations
 
+import random
+import zlib
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import HealthCheck, settings
 
 from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.pack.planner import plan_pack
@@ -16,6 +23,22 @@ from tilewright.packer.quantize.planner import plan_quantize
 from tilewright.packer.sources.checkpoint import open_checkpoint
 
 MODELS = Path(__file__).parent.parent / "examples" / "models"
+NOT_CHECKED = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A machine may be as slow as it likes, and a run finds what the one before it found."""
+    usual = config.getoption("hypothesis_seed") is None
+    settings.register_profile("repeatable", deadline=None, derandomize=usual, suppress_health_check=NOT_CHECKED)
+    settings.load_profile("repeatable")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Seed by the name of the test: its inputs do not depend on which tests ran before it."""
+    seed = zlib.crc32(f"{item.config.getoption('hypothesis_seed')} {item.nodeid}".encode())
+    random.seed(seed)
+    torch.manual_seed(seed)
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ one that the format's own rule gives for the source, `s = amax / qmax`, and two 
 - *likely*: errors spread evenly over that interval have a mean square of a third of its square, with a standard
   deviation of sqrt(4 / 45) of it per element; seven deviations above the mean do not happen by chance.
 
-A block may be off by the likely error, or by what rounding to the nearest code really gives on it if that is more
-(sources that lie on a coarse grid). docs/accuracy.md has the derivation.
+A block may be off by the likely error, or, if that is more, by what rounding to the nearest code (sources that lie on
+a coarse grid) and then the scale to bf16 really gives on it. docs/accuracy.md has the derivation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tilewright.kernels.formats import WeightFormat
 MEAN_SQUARE = 1 / 3  # of an error spread evenly over [-1, 1]
 DEVIATION = (4 / 45) ** 0.5  # standard deviation of that square
 DEVIATIONS = 7.0
-SLACK = 1.1  # of the nearest rounding: scales that were rounded to bf16
+SLACK = 1.1  # of the root of two summed squares, for errors that are not quite independent
+BF16_SCALE = 2.0**-8  # largest share by which rounding to bf16 changes a scale, and so every value of its block
 E4M3_HALF_STEP = 2.0**-4  # half a step of 3 mantissa bits, relative to the value
 E4M3_HALF_SUBNORMAL = 2.0**-10  # half of the smallest subnormal, in units of the scale
 RUN = 1 << 20  # elements of a weight that are judged at once
@@ -89,7 +90,8 @@ def allowed_error(reference: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
     inside = block_view(torch.ones_like(reference), fmt).to(torch.float64)
     worst = (elements * inside).square().sum((1, 3)).sqrt()
     share = MEAN_SQUARE + DEVIATIONS * DEVIATION / inside.sum((1, 3)).sqrt()
+    norms = blocks.to(torch.float64).square().sum((1, 3)).sqrt()
     nearest = (_nearest(blocks, scales, fmt) - blocks).to(torch.float64).square().sum((1, 3)).sqrt()
-    allowed = torch.maximum(worst * share.clamp_max(1).sqrt(), SLACK * nearest)
-    rounding = 2.0**-22 * blocks.to(torch.float64).square().sum((1, 3)).sqrt()  # of code * scale in fp32
+    allowed = torch.maximum(worst * share.clamp_max(1).sqrt(), SLACK * torch.hypot(nearest, BF16_SCALE * norms))
+    rounding = 2.0**-22 * norms  # of code * scale in fp32
     return torch.where(blocks.abs().amax((1, 3)) == 0, torch.zeros_like(allowed), allowed + rounding)

@@ -13,9 +13,8 @@ import torch
 
 from tilewright.kernels.tensors import QTensor
 
-from .bounds import E4M3_HALF_STEP, E4M3_HALF_SUBNORMAL, block_view, row_runs
+from .bounds import BF16_SCALE, E4M3_HALF_STEP, E4M3_HALF_SUBNORMAL, block_view, row_runs
 
-ARITHMETIC = 2.0**-8  # of a code: scales and quotients in bf16, as some tools compute them
 FEWEST = 2  # elements out of line that make a block a stray: one may be a tie that was broken otherwise
 SHARE = 0.01
 
@@ -45,7 +44,7 @@ def _count(reference: torch.Tensor, q: QTensor) -> tuple[torch.Tensor, torch.Ten
         half = (steps.abs() * E4M3_HALF_STEP).clamp_min(E4M3_HALF_SUBNORMAL)
     else:
         half = torch.full_like(steps, 0.5)
-    outside = (steps - blocks).abs() > half + blocks.abs() * ARITHMETIC
+    outside = (steps - blocks).abs() > half + (blocks.abs() + half) * BF16_SCALE
     outside &= ~((blocks.abs() >= q.format.qmax) & (steps.abs() >= blocks.abs()) & (steps.sign() == blocks.sign()))
     sizes = block_view(torch.ones_like(codes), q.format).sum((1, 3))
     return outside.sum((1, 3)), sizes, (blocks != 0).any(3).any(1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewright.kernels import ops_experts, reference, reference_experts
@@ -159,7 +159,7 @@ def test_activations(isa: str, activation: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=6)
 @given(seed=st.integers(0, 2**32), m=st.integers(1, 30), e=st.integers(1, 9), data=st.data())
 def test_any_routing(isa: str, kind: str, seed: int, m: int, e: int, data: st.DataObject) -> None:
     """Empty experts, experts chosen twice by one token, crowded experts, tokens that go nowhere."""

@@ -91,7 +91,7 @@ def plain_experts(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, w13
 
 @pytest.mark.parametrize("kind", KINDS)
 @given(data=st.data())
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 def test_experts_equal_a_plain_loop(kind: str, data: st.DataObject) -> None:
     count, inner, hidden = data.draw(st.integers(1, 4)), data.draw(st.sampled_from([32, 64, 96])), 64
     w13 = random_weight(KINDS[kind], (count, 2 * inner, hidden), 2, seed=1)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from tilewright.kernels.errors import CheckpointError
 from tilewright.kernels.safetensors_file import DTYPES, MappedFile, read_header
 
-FUZZ = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(max_examples=100)
 
 
 def write(path: Path, header: Any, data: bytes = b"") -> Path:

@@ -33,7 +33,7 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(torch.uint8)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.sampled_from(CHECKPOINT), st.sampled_from(list(FORMATS)), st.integers(1, 300), st.integers(1, 300))
 def test_unpack_inverts_pack(layout_id: str, fmt_id: str, n: int, k: int) -> None:
     layout, fmt = LAYOUTS[layout_id], FORMATS[fmt_id]

@@ -47,7 +47,7 @@ def same(a: QTensor, b: QTensor) -> bool:
 
 @pytest.mark.parametrize(("layout", "fmt"), PAIRS, ids=lambda value: value.id)
 @given(data=st.data())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_unpack_is_the_inverse(layout, fmt, data: st.DataObject) -> None:
     parts = data.draw(st.sampled_from([1, 2, 3]))
     n = parts * data.draw(st.integers(1, 70))

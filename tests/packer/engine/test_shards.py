@@ -86,7 +86,7 @@ SPECS = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tensors=st.dictionaries(
         st.text(min_size=1, max_size=5).filter(lambda s: s != "__metadata__" and s.isprintable()),

@@ -38,7 +38,7 @@ def test_tasks_run_side_by_side_when_they_may() -> None:
     barrier = threading.Barrier(3)
 
     def meet() -> None:
-        barrier.wait(10)
+        barrier.wait(60)
 
     Workers([(5, meet)] * 3, 3, 15).run()
 

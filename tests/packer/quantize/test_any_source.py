@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, event, given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
@@ -85,7 +85,7 @@ OPTIONS = st.fixed_dictionaries({
 })
 
 
-@settings(deadline=None, max_examples=120, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=120)
 @given(tensors=sources(), options=OPTIONS, hidden=st.sampled_from((128, 128, 256, None)))
 def test_any_source(
     tensors: Tensors, options: dict[str, Any], hidden: int | None, tmp_path_factory: pytest.TempPathFactory

@@ -19,7 +19,7 @@ def test_outlier_channels_are_protected() -> None:
     torch.manual_seed(0)
     x = torch.randn(800, 128)
     outliers = torch.randperm(128)[:4]
-    x[:, outliers] *= 30
+    x[:, outliers] *= 100  # so much that no draw of the weights makes up for it
     seen, unseen = x.split(400)
     readers = [Reader(torch.randn(n, 128), INT4_G64, torch.bfloat16) for n in (32, 48)]
     exponents = channel_exponents(readers, seen.T @ seen, SOLVERS["mse"])
@@ -27,7 +27,7 @@ def test_outlier_channels_are_protected() -> None:
     assert int(exponents.abs().max()) <= LARGEST
     assert int(exponents[outliers].min()) > int(exponents.float().median())
     for reader in readers:
-        assert output_error(reader, exponents, unseen) < 0.95 * output_error(reader, torch.zeros(128), unseen)
+        assert output_error(reader, exponents, unseen) < 0.9 * output_error(reader, torch.zeros(128), unseen)
 
 
 def test_even_inputs_and_no_inputs_leave_weights_alone() -> None:
@@ -40,7 +40,7 @@ def test_even_inputs_and_no_inputs_leave_weights_alone() -> None:
 def test_channels_without_input_are_left_alone() -> None:
     torch.manual_seed(2)
     x = torch.randn(300, 64)
-    x[:, :3] *= 40
+    x[:, :3] *= 100
     x[:, 60:] = 0
     exponents = channel_exponents([Reader(torch.randn(32, 64), INT4_G64, torch.bfloat16)], x.T @ x, SOLVERS["mse"])
     assert exponents[60:].eq(0).all()

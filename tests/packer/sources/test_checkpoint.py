@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -219,7 +219,7 @@ def test_side_files(make_source: MakeSource) -> None:
         assert f"`{name}`" in note
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100)
 @given(
     index=st.fixed_dictionaries({
         "weight_map": st.dictionaries(

@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
+import huggingface_hub
 import huggingface_hub.constants
 import pytest
 
@@ -89,7 +90,10 @@ def hub(make_source: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    huggingface_hub.close_session()  # one that was opened before does not know
     yield hub
+    huggingface_hub.close_session()
     hub.server.shutdown()
     hub.server.server_close()
 

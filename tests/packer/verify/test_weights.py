@@ -54,7 +54,7 @@ def results(reference: Contents, candidate: Contents, limit: float | None = None
     return sorted(found, key=lambda result: result.badness, reverse=True)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     fmt=st.sampled_from(SCALED),
     n=st.integers(1, 140),
@@ -88,11 +88,26 @@ def test_other_sound_scales_pass(fmt: WeightFormat) -> None:
     """Half a step wider range, as compressed-tensors chooses it, and scales rounded to bf16."""
     torch.manual_seed(5)
     weight = torch.randn(256, 512)
-    q = rtn(weight, fmt, target=fmt.qmax + (0.5 if fmt is not FP8 else 0))
+    for wider in (0, 0 if fmt is FP8 else 0.5):
+        q = rtn(weight, fmt, target=fmt.qmax + wider)
+        assert q.scales is not None
+        for scales in (q.scales, q.scales.bfloat16().float()):
+            assert coded_error(weight, QTensor(fmt, q.codes, scales), exact=False).sound
+
+
+@pytest.mark.parametrize("fmt", SCALED, ids=lambda fmt: fmt.id)
+@pytest.mark.parametrize("up", [False, True])
+def test_the_worst_rounding_of_scales_passes(fmt: WeightFormat, up: bool) -> None:
+    """Every scale lies almost half-way between two bf16 numbers, and most values half-way between two codes."""
+    codes = torch.arange(-fmt.qmax, fmt.qmax).repeat(256, 40)[:, :512]
+    codes[:, :: fmt.block_k or 512] = fmt.qmax
+    scale = 1 + 2.0**-8 + (2.0**-14 if up else -(2.0**-14))
+    weight = codes.sub(codes.sign() / 2).where(codes.abs() < fmt.qmax, codes) * scale
+    q = rtn(weight, fmt)
     assert q.scales is not None
-    rounded = QTensor(fmt, q.codes, q.scales.bfloat16().float())
-    for candidate in (q, rounded):
-        assert coded_error(weight, candidate, exact=False).sound
+    rounded = q.scales.bfloat16().float()
+    assert (rounded == (1 + 2.0**-7 if up else 1)).all()
+    assert coded_error(weight, QTensor(fmt, q.codes, rounded), exact=False).sound
 
 
 @pytest.mark.parametrize("fmt", SCALED, ids=lambda fmt: fmt.id)
