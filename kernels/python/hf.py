@@ -10,12 +10,14 @@ import torch
 from torch import distributed, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from . import ops_experts
 from .errors import CheckpointError, TilewrightError
 from .gpu.experts import GpuExperts
 from .layouts.gpu_hopper import GPU_HOPPER_W4
 from .modules import PackedExperts, PackedLinear, PackedStack
 from .norms import replace_norms
 from .packed import PackedCheckpoint, load_packed
+from .reference_experts import gated
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
@@ -101,7 +103,7 @@ def _replace_modules(model: nn.Module, packed: PackedCheckpoint, config: Any) ->
             continue
         used.add(name)
         if kind == "w13" and is_stack:
-            model.set_submodule(stack, _experts(stack, packed, config))
+            model.set_submodule(stack, _experts(stack, replaced[stack], packed, config))
         elif not is_stack:
             for place, old in replaced.items():
                 _check_linear(place, old, packed)
@@ -109,18 +111,41 @@ def _replace_modules(model: nn.Module, packed: PackedCheckpoint, config: Any) ->
     return used
 
 
-def _experts(stack: str, packed: PackedCheckpoint, config: Any) -> PackedExperts:
+def _experts(stack: str, old: Any, packed: PackedCheckpoint, config: Any) -> PackedExperts:
     w13, w2 = packed[f"{stack}.w13"], packed[f"{stack}.w2"]
     if not isinstance(w13, PackedStack) or not isinstance(w2, PackedStack):
         raise CheckpointError(f"{packed.root}: `{stack}`: w13 and w2 are not both stacks of experts")
     text = config.get_text_config()
     activation = str(getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", ""))
-    activation = ACTIVATIONS.get(activation, activation)
+    activation, alpha, limit = _gating(f"{packed.root}: `{stack}`", old, ACTIVATIONS.get(activation, activation))
     if w13.spec.layout is not GPU_HOPPER_W4:
-        return PackedExperts(stack, w13, w2, activation)
+        return PackedExperts(stack, w13, w2, activation, alpha, limit)
     first, second = packed.input_scale(f"{stack}.w13"), packed.input_scale(f"{stack}.w2")
     scales = None if first is None or second is None else (first, second)
     return GpuExperts(stack, w13, w2, activation, scales)
+
+
+def _gating(subject: str, old: Any, activation: str) -> tuple[str, float, float]:
+    """Activation, alpha and limit by which experts do what `old` does between their products.
+
+    config.json does not say it all (GPT-OSS calls its clamped gate `silu`), so the module that is replaced is asked.
+
+    Raises:
+        CheckpointError: It computes something else.
+    """
+    alpha, limit = float(getattr(old, "alpha", 1.702)), float(getattr(old, "limit", 7.0))
+    if not hasattr(old, "_apply_gate"):
+        return activation, alpha, limit
+    side = torch.linspace(-12, 12, 25)
+    gate, up = side.repeat(len(side)), side.repeat_interleave(len(side))
+    wanted = old._apply_gate(torch.cat([gate, up]) if old.is_concatenated else torch.stack([gate, up], -1).flatten())
+    for candidate in (activation, "clamped_swiglu"):
+        if candidate not in ops_experts.ACTIVATIONS:
+            continue
+        if torch.allclose(gated(gate, up, candidate, alpha, limit), wanted, rtol=1e-4, atol=1e-4):
+            return candidate, alpha, limit
+    known = ", ".join(ops_experts.ACTIVATIONS)
+    raise CheckpointError(f"{subject}: {type(old).__name__} gates its experts in another way than {known}")
 
 
 def _add_up(model: nn.Module, packed: PackedCheckpoint) -> None:

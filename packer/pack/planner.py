@@ -26,6 +26,7 @@ from .activation_scales import reduced_scale
 from .cuts import Share, cut_of, cut_rejects, share_of
 from .groups import EXPERT, Group, Linear, group_experts, join_linears
 from .latent_attention import PROJECTION, AbsorbStep, heads_of
+from .stacked import unstack
 from .steps import PackedPart, PackStep
 from .target import PACKED_PREFIXES, Target
 
@@ -119,12 +120,14 @@ class _Planner:
         inventory = take_inventory(specs, source.config)
         self.rejects += inventory.rejects
         self.rejects += cut_rejects(source.config, specs, self.cut.tp[1], self.cut.ep[1])
+        weights, rejects = unstack(inventory.weights, source.config, architecture)
+        self.rejects += rejects
         stacks: dict[str, list[SourceWeight]] = {}
-        for weight in inventory.weights:
+        for weight in weights:
             if match := EXPERT.match(weight.module):
                 stacks.setdefault(match["stack"], []).append(weight)
-        joined = self._join(inventory.weights, architecture) if self.target.joins else {}
-        for weight in inventory.weights:
+        joined = self._join(weights, architecture) if self.target.joins else {}
+        for weight in weights:
             role = architecture.role(weight.module)
             if match := EXPERT.match(weight.module):
                 if members := stacks.pop(match["stack"], []):
@@ -314,11 +317,13 @@ class _Planner:
 
     def _tensors(self, weight: SourceWeight) -> dict[str, TensorSpec]:
         """Suffix -> specification of all tensors under the weight's module path but its bias."""
+        if weight.stacked_at:
+            return {"weight": TensorSpec(self.checkpoint.spec(weight.tensors[0]).dtype, weight.shape)}
         names = (*weight.tensors, *weight.companions)
         return {name.removeprefix(f"{weight.module}."): self.checkpoint.spec(name) for name in names}
 
     def _bias(self, weight: SourceWeight) -> str | None:
-        name = f"{weight.module}.bias"
+        name = f"{weight.stacked_at.stack}_bias" if weight.stacked_at else f"{weight.module}.bias"
         return name if name in self.checkpoint.files else None
 
     def _add_module(self, group: Group, layout: Layout, fmt: WeightFormat) -> None:
@@ -351,7 +356,8 @@ class _Planner:
             bias = self._bias(weight)
             if number not in group.numbers:
                 elsewhere = Fate("dropped", "an expert of another rank")
-                self.fates.update(dict.fromkeys((*names, *([bias] if bias else [])), elsewhere))
+                for name in (*names, *([bias] if bias else [])):
+                    self.fates.setdefault(name, elsewhere)  # a stack also holds experts of this rank
                 continue
             self.fates.update(dict.fromkeys(names, fate))
             if bias:
@@ -365,12 +371,14 @@ class _Planner:
         for group, layout in zip(groups, layouts, strict=True):
             weights = group.experts[number]
             for weight in weights:
-                bias = self._bias(weight)
-                sources += [Source(name) for name in (*weight.tensors, *([bias] if bias else []))]
+                bias, index = self._bias(weight), weight.stacked_at.expert if weight.stacked_at else None
+                sources += [Source(name, index) for name in (*weight.tensors, *([bias] if bias else []))]
             counts = tuple(len(weight.tensors) for weight in weights)
             has_bias = self.modules[group.name].bias_dtype is not None
             readers = tuple(weight.reader for weight in weights)
-            parts.append(PackedPart(group.name, layout, fmt, readers, counts, has_bias, group.share, group.parts))
+            rows = tuple(slice(*weight.stacked_at.rows) if weight.stacked_at else slice(None) for weight in weights)
+            part = PackedPart(group.name, layout, fmt, readers, counts, rows, has_bias, group.share, group.parts)
+            parts.append(part)
             one = replace(self.modules[group.name], shape=group.matrix)
             for suffix, piece in one.tensors().items():
                 offset = (number - group.numbers.start) * piece.nbytes

@@ -27,6 +27,7 @@ class PackedPart:
         format: What its codes mean; the readers give codes of it unchanged.
         readers: Reads the matrix of each part.
         counts: How many tensors each reader takes.
+        rows: Which rows of what each reader gives are packed, and of the bias.
         biases: Whether the bias of each part follows its tensors.
         share: Which share of each matrix is packed.
         parts: Equal parts of the packed rows that are padded and scaled each on its own.
@@ -37,6 +38,7 @@ class PackedPart:
     format: WeightFormat
     readers: tuple[Reader, ...]
     counts: tuple[int, ...]
+    rows: tuple[slice, ...]
     biases: bool = False
     share: Share = Share()
     parts: int = 1
@@ -55,12 +57,12 @@ class PackedPart:
         remaining = iter(tensors)
         parts = []
         biases = []
-        for reader, count in zip(self.readers, self.counts, strict=True):
+        for reader, count, rows in zip(self.readers, self.counts, self.rows, strict=True):
             whole = read_codes(reader, [next(remaining) for _ in range(count)], self.format)
             _check_scales(whole, self.output)
-            parts.append(self.share.take(whole))
+            parts.append(self.share.take(_some_rows(whole, rows)))
             if self.biases:
-                biases.append(self.share.take_bias(next(remaining)).to(torch.float32))
+                biases.append(self.share.take_bias(next(remaining)[rows]).to(torch.float32))
         named = {
             f"{self.output}.{suffix}": tensor
             for suffix, tensor in self.layout.pack(join_rows(parts, self.parts)).items()
@@ -122,10 +124,17 @@ class UnpackStep:
 def read_codes(reader: Reader, tensors: Sequence[torch.Tensor], fmt: WeightFormat) -> QTensor:
     """The stored matrix with its codes unchanged; a float16 matrix is rounded to bf16."""
     if fmt is BF16 and tensors[0].dtype == torch.float16:
-        return QTensor(fmt, tensors[0].to(torch.bfloat16))
+        return QTensor(fmt, reader.raw(tensors, slice(None)).to(torch.bfloat16))
     q = reader.codes(tensors, fmt)
     assert q is not None, "the planner asked for a format that the reader does not keep"
     return q
+
+
+def _some_rows(q: QTensor, rows: slice) -> QTensor:
+    if rows == slice(None):
+        return q
+    assert q.scales is None, "stacks of quantized experts are not taken apart"
+    return QTensor(q.format, q.codes[rows])
 
 
 def _check_scales(q: QTensor, subject: str) -> None:

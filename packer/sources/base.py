@@ -47,6 +47,21 @@ class Reader(Protocol):
 
 
 @dataclass(frozen=True)
+class StackedAt:
+    """Where the matrix of one expert lies in a stack.
+
+    Attributes:
+        stack: Module of the stack.
+        expert: Number of the matrix [N, K] in the stack.
+        rows: Start, stop and step of its rows in there.
+    """
+
+    stack: str
+    expert: int
+    rows: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
 class SourceWeight:
     """One matrix `[N, K]`, or stack of matrices `[E, A, B]`, of the source.
 
@@ -60,6 +75,7 @@ class SourceWeight:
         keeps: Ids of the weight formats in which `reader.codes` gives the matrix unchanged.
         bare: The weight has no `.weight` at its end.
         transposed: Matrices of a stack are stored [K, N].
+        stacked_at: For one expert out of a stack, which of the rows that `reader` gives are its own.
     """
 
     module: str
@@ -71,6 +87,7 @@ class SourceWeight:
     keeps: tuple[str, ...] = ()
     bare: bool = False
     transposed: bool = False
+    stacked_at: StackedAt | None = None
 
     @property
     def quantized(self) -> bool:

@@ -88,8 +88,9 @@ def _stored_weights(checkpoint: Checkpoint) -> Iterator[Weight]:
             stacks.setdefault(container, []).append(weight)
     for container, members in stacks.items():
         yield from _stack(checkpoint, container, members)
+    biases = {f"{weight.module}_bias" for members in stacks.values() for weight in members}
     for name in inventory.loose:
-        if not name.endswith(ACTIVATION_SUFFIXES):
+        if name not in biases and not name.endswith(ACTIVATION_SUFFIXES):
             yield _plain(checkpoint, name)
 
 
@@ -112,8 +113,15 @@ def _stack(checkpoint: Checkpoint, container: str, members: list[SourceWeight]) 
         for projection, (start, stop, step) in output_rows(weight.module, n, layout.order).items():
             for expert in range(e):
                 tensors = [Source(name, expert) for name in weight.tensors]
-                name = f"{container}.{expert}.{projection}.weight"
-                yield _encoded(checkpoint, weight, name, tensors, reader, slice(start, stop, step))
+                name, rows = f"{container}.{expert}.{projection}", slice(start, stop, step)
+                yield _encoded(checkpoint, weight, f"{name}.weight", tensors, reader, rows)
+                if (bias := f"{weight.module}_bias") in checkpoint.files:
+                    read = partial(_bias, checkpoint, Source(bias, expert), rows)
+                    yield Weight(f"{name}.bias", (len(range(start, stop, step)),), None, read, sources=(bias,))
+
+
+def _bias(checkpoint: Checkpoint, source: Source, rows: slice) -> torch.Tensor:
+    return checkpoint.tensor(source)[rows]
 
 
 def _encoded(

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from transformers.utils import logging
 
 import tilewright
@@ -99,6 +100,18 @@ def test_joined_linears_change_no_bit(model: str, scheme: str, quantized: Call, 
     assert joined.state_dict().keys() == apart.state_dict().keys()
     with torch.no_grad():
         assert torch.equal(joined(windows()[:2]).logits, apart(windows()[:2]).logits)
+
+
+def test_experts_that_are_gated_in_another_way_are_refused(packed: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def clamped(self: nn.Module, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return nn.functional.silu(gate.clamp(max=7)) * up.clamp(-7, 7)
+
+    monkeypatch.setattr(Qwen3MoeExperts, "_apply_gate", clamped)
+    with pytest.raises(
+        CheckpointError, match="mlp.experts`: Qwen3MoeExperts gates its experts in another way than silu"
+    ):
+        tilewright.load_model(packed(TINY[0], "int8"))
 
 
 class Simulated(nn.Module):

@@ -48,7 +48,7 @@ MLA = {
     "moe_intermediate_size": 40,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {"tie_word_embeddings": True},
+    "llama": {"tie_word_embeddings": True, "head_dim": 16},  # whole blocks of q, k and v, which are joined
     "mistral": {},
     "phi3": {},
     "qwen2": {"tie_word_embeddings": False},
@@ -58,6 +58,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v2": MLA,
     "deepseek_v3": MLA | {"q_lora_rank": 24},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16},
 }
 
 
@@ -75,7 +76,8 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(tmp_path / "source")
     execute(plan_pack(checkpoint, CpuTarget()), checkpoint, tmp_path / "packed")
     packed = tilewright.load_model(tmp_path / "packed")
-    assert not [name for name, module in packed.named_modules() if type(module).__name__.endswith("RMSNorm")]
+    norms = [name for name, module in packed.named_modules() if type(module).__name__.endswith("RMSNorm")]
+    assert bool(norms) is (family == "gpt_oss")  # whose norms are rounded elsewhere
     tokens = torch.randint(0, 96, (2, 20))
     with torch.no_grad():
         ours, theirs = packed(tokens).logits.float(), model(tokens).logits.float()

@@ -188,7 +188,7 @@ REFUSED = {
         "no packed layout holds per-tensor FP8",
     ),
     "experts in one tensor": (
-        {f"{STACK}.gate_up_proj": random(2, 96, 64), f"{STACK}.down_proj": random(2, 64, 48)},
+        {f"{STACK}.gate_up_proj": random(2, 96, 64).float(), f"{STACK}.down_proj": random(2, 64, 48).float()},
         "experts stacked in one tensor",
     ),
 }
