@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from . import ops_experts
 from .errors import CheckpointError, TilewrightError
 from .gpu.experts import GpuExperts
+from .hf_attention import use_attention
 from .layouts.gpu_hopper import GPU_HOPPER_W4
 from .modules import PackedExperts, PackedLinear, PackedStack
 from .norms import replace_norms
@@ -74,6 +75,7 @@ def load_model(
     _keep_precision(model)
     if device == "cpu":
         replace_norms(model)
+        use_attention(model)
     if (packed.root / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(packed.root)
     model.packed = packed

@@ -116,3 +116,21 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     mean = parts / torch.tensor(float(k)) + torch.tensor(epsilon, dtype=torch.float32)
     scale = torch.tensor(1.0) / mean.double().sqrt().float()  # torch's root in fp32 may be off by its last bit
     return (values * scale).to(x.dtype) * weight
+
+
+def attend(q: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """`softmax(scale * q · keyᵀ) · value` in float64: the operator's fp32 steps may take any order.
+
+    Args:
+        q: [B, H, 1, D].
+        key: [B, H', T, D]; head h of `q` sees head h // (H / H').
+        value: [B, H', T, D'].
+        scale: Factor of the scores.
+
+    Returns:
+        float64 [B, 1, H, D'].
+    """
+    group = q.shape[1] // key.shape[1]
+    keys, values = (t.double().repeat_interleave(group, 1) for t in (key, value))
+    weights = (q.double() @ keys.transpose(-1, -2) * scale).softmax(-1)
+    return (weights @ values).transpose(1, 2)

@@ -74,7 +74,8 @@ struct Blocking {
 
 struct Experts;  // experts.h
 struct Routed;
-struct Norm;  // norm.h
+struct Norm;       // norm.h
+struct Attention;  // attention.h
 
 // Some rows of x, from a multiple of `rows` on, times some packed blocks.
 struct Range {
@@ -95,6 +96,9 @@ struct Isa {
   void (*down)(const Experts*, const Routed*, int64_t block_begin, int64_t block_end, float* total, void* scratch);
   void (*store_rows)(const Experts*, int64_t block_begin, int64_t block_end, const float* total);
   void (*rms_norm)(const Norm*, int64_t row_begin, int64_t row_end, void* scratch);
+  // The steps of attention over a cache, isa/attention-inl.h.
+  void (*attend)(const Attention*, int64_t task_begin, int64_t task_end, void* scratch);
+  void (*join_chunks)(const Attention*, int64_t head_begin, int64_t head_end);
 };
 
 #define TILEWRIGHT_DECLARE_ISA(name) extern "C" __attribute__((visibility("hidden"))) const Isa tilewright_isa_##name

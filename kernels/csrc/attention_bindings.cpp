@@ -1,0 +1,61 @@
+// The operator of attention over a cache.
+#include <algorithm>
+
+#include "bindings.h"
+#include "cpu/attention.h"
+#include "cpu/dispatch.h"
+#include "cpu/scratch.h"
+
+namespace tilewright {
+namespace {
+
+constexpr int64_t kChunk = 256;  // cached tokens: enough work for a thread, and no dependence on how many there are
+
+Cached cached(const Tensor& t, const char* name, const Tensor& q) {
+  TILEWRIGHT_CHECK(t.dim() == 4 && t.size(0) == q.size(0) && t.size(2) > 0 && t.size(3) > 0, name, " is ", shape(t),
+                   ", it must be [batch, kv_heads, length, size] of the batch of q, which is ", shape(q));
+  TILEWRIGHT_CHECK(t.scalar_type() == q.scalar_type(), name, " must be of the dtype of q");
+  TILEWRIGHT_CHECK(t.stride(3) == 1 || t.size(3) == 1, name, " must have rows of consecutive elements");
+  return {t.const_data_ptr(), t.size(3), t.stride(0), t.stride(1), t.stride(2)};
+}
+
+Tensor attend(const Tensor& q, const Tensor& key, const Tensor& value, double scale) {
+  TILEWRIGHT_CHECK(q.dim() == 4 && q.size(2) == 1, "q must be [batch, heads, 1, size], it is ", shape(q));
+  Attention p{};
+  p.dtype = float_type(q, "q");
+  p.key = cached(key, "key", q);
+  p.value = cached(value, "value", q);
+  p.batch = q.size(0), p.heads = q.size(1), p.kv_heads = key.size(1), p.length = key.size(2);
+  TILEWRIGHT_CHECK(value.size(1) == p.kv_heads && value.size(2) == p.length, "key is ", shape(key), ", value is ",
+                   shape(value));
+  TILEWRIGHT_CHECK(q.size(3) == p.key.size && p.kv_heads > 0 && p.heads % p.kv_heads == 0, "q is ", shape(q),
+                   ", key is ", shape(key), ": sizes must be equal, and the heads of q a multiple of those of key");
+  const Tensor rows = q.stride(3) == 1 || q.size(3) == 1 ? q : torch::stable::contiguous(q);
+  p.q = rows.const_data_ptr();
+  p.q_batch_stride = rows.stride(0), p.q_stride = rows.stride(1);
+  p.scale = float(scale);
+  Tensor y = torch::stable::new_empty(q, {p.batch, 1, p.heads, p.value.size});
+  p.y = y.mutable_data_ptr();
+  p.chunk = std::min(p.length, kChunk);
+  p.chunks = ceil_div(p.length, kChunk);
+  p.parts = static_cast<float*>(
+      scratch(Scratch::shared, size_t(p.batch * p.heads * p.chunks * p.part_size()) * sizeof(float)));
+  const Isa& isa = tilewright::isa();
+  // A thread is worth its start for about 2^16 products.
+  const int64_t grain = 1 + (int64_t(1) << 16) / (p.group() * p.chunk * (p.key.size + p.value.size));
+  torch::stable::parallel_for(0, p.tasks(), grain, [&](int64_t begin, int64_t end) {
+    isa.attend(&p, begin, end, scratch(Scratch::own, attention_bytes(p)));
+  });
+  torch::stable::parallel_for(0, p.batch * p.heads, 1 + (int64_t(1) << 16) / (p.chunks * p.value.size),
+                              [&](int64_t begin, int64_t end) { isa.join_chunks(&p, begin, end); });
+  return y;
+}
+
+}  // namespace
+}  // namespace tilewright
+
+STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
+  m.def("attend(Tensor q, Tensor key, Tensor value, float scale) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) { m.impl("attend", TORCH_BOX(&tilewright::attend)); }

@@ -1,0 +1,41 @@
+#pragma once
+// Rows of numbers: to fp32 and back, and sums of products that are the same bits on every instruction set.
+#include "scalar-inl.h"
+
+namespace {
+
+template <class I>
+void to_floats(const void* from, Float dtype, int64_t count, float* to) {
+  const uint16_t* const bits16 = static_cast<const uint16_t*>(from);
+  if (dtype == Float::f32)
+    memcpy(to, from, size_t(count) * 4);
+  else if (dtype == Float::f16)
+    I::halves_to_floats(bits16, to, count);
+  else
+    for (int64_t i = 0; i < count; ++i) to[i] = bf16_to_float(bits16[i]);
+}
+
+template <class I>
+void from_floats(const float* from, Float dtype, int64_t count, void* to) {
+  uint16_t* const bits16 = static_cast<uint16_t*>(to);
+  if (dtype == Float::f32)
+    memcpy(to, from, size_t(count) * 4);
+  else if (dtype == Float::f16)
+    I::floats_to_halves(from, bits16, count);
+  else
+    for (int64_t i = 0; i < count; ++i) bits16[i] = float_to_bf16(from[i]);
+}
+
+// Sum of a[i] * b[i] in 32 parts, product i in part i % 32, which are then added in halves.
+inline float dot(const float* a, const float* b, int64_t count) {
+  float sums[kBlockN] = {};
+  const int64_t whole = count / kBlockN * kBlockN;
+  for (int64_t at = 0; at < whole; at += kBlockN)
+    for (int i = 0; i < kBlockN; ++i) sums[i] += a[at + i] * b[at + i];
+  for (int64_t i = 0; i < count - whole; ++i) sums[i] += a[whole + i] * b[whole + i];
+  for (int half = kBlockN / 2; half; half /= 2)
+    for (int i = 0; i < half; ++i) sums[i] += sums[i + half];
+  return sums[0];
+}
+
+}  // namespace
