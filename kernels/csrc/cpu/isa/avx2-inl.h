@@ -155,11 +155,11 @@ struct Avx2 {
 
   static void scale_weights(Kind kind, Chunk& c) {
     if (kind == Kind::fp8)
-      for (int i = 0; i < kBlockN; ++i) c.scale[i] *= 256;
+      for (int64_t i = 0; i < c.folds * kBlockN; ++i) c.scale[i] *= 256;
   }
 
   template <template <int> class Source>
-  static const uint8_t* decode_pairs(const Chunk& c, uint8_t* out) {
+  static void decode_pairs(const Chunk& c, uint8_t* out) {
     Source<4> source(c, 0);
     float* at = reinterpret_cast<float*>(out);
     for (int64_t p = 0; p < c.columns / 2; ++p, at += 2 * kBlockN) {
@@ -171,18 +171,29 @@ struct Avx2 {
       }
     }
     source.finish();
-    return out;
   }
 
-  static const uint8_t* panel(Kind kind, const Chunk& c, uint8_t* out) {
-    if (kind == Kind::bf16) return decode_pairs<Bf16Pairs>(c, out);
-    if (kind == Kind::fp8) return decode_pairs<Fp8Pairs>(c, out);
-    if (kind == Kind::int4_bf16) return decode_pairs<Int4Pairs>(c, out);
+  static void decode_quads(const Chunk& c, uint8_t* out) {
     const Int4Quads<4> source(c, 0);
     for (int64_t q = 0; q < c.columns / 4; ++q) {
       Quad w[4];
       source.load(q, w);
       for (int v = 0; v < 4; ++v) store_int(reinterpret_cast<int32_t*>(out + q * 128) + v * kLanes, w[v]);
+    }
+  }
+
+  static const uint8_t* panel(Kind kind, const Chunk& chunk, uint8_t* out) {
+    for (int64_t f = 0; f < chunk.folds; ++f) {
+      const Chunk c = fold_of(chunk, f);
+      uint8_t* const to = out + f * chunk.fold_panel;
+      if (kind == Kind::bf16)
+        decode_pairs<Bf16Pairs>(c, to);
+      else if (kind == Kind::fp8)
+        decode_pairs<Fp8Pairs>(c, to);
+      else if (kind == Kind::int4_bf16)
+        decode_pairs<Int4Pairs>(c, to);
+      else
+        decode_quads(c, to);
     }
     return out;
   }

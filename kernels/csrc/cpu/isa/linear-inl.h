@@ -17,6 +17,9 @@ struct Chunk {
   const uint8_t* next;     // as packed, the chunk that this thread reads next
   int64_t fold, folds;     //
   int64_t columns;         // fold * folds, or less in the last chunk
+  int64_t fold_bytes;      // from fold to fold: as packed,
+  int64_t fold_panel;      // bytes of the panel,
+  int64_t fold_units;      // units of the activations
   int64_t unit;            // first 4-byte unit of each packed row of activations
   bool first;              // no chunk came before: the sums are undefined
   float* scale;            // [folds][32] or null (1); a copy
@@ -92,8 +95,12 @@ Chunk chunk_of(const Linear* p, int64_t block, int64_t k0, bool panel, int64_t a
   c.columns = smaller(p->chunk, p->padded_k - k0);
   c.fold = p->fold;
   c.folds = ceil_div(c.columns, c.fold);
+  const int64_t columns_of_unit = has_int8_activations(p->kind) ? 4 : I::kFloatUnits ? 1 : 2;
+  c.fold_bytes = weight_bytes(p, c.fold);
+  c.fold_units = c.fold / columns_of_unit;
+  c.fold_panel = c.fold_units * kBlockN * 4;
   c.first = k0 == 0;
-  c.unit = has_int8_activations(p->kind) ? k0 / 4 : I::kFloatUnits ? k0 : k0 / 2;
+  c.unit = k0 / columns_of_unit;
   c.weights = weights_at(p, block, k0);
   c.ahead = c.weights + ahead;
   if (narrow) c.weights = widen(c.weights, c.columns / 2, p->kind == Kind::bf16 ? 2 : 1, w.wide);
@@ -115,6 +122,21 @@ Chunk chunk_of(const Linear* p, int64_t block, int64_t k0, bool panel, int64_t a
   else if (panel)
     c.panel = I::panel(p->kind, c, w.panel);
   return c;
+}
+
+// The f-th fold of a chunk, as a chunk of its own.
+inline Chunk fold_of(const Chunk& chunk, int64_t f) {
+  Chunk fold = chunk;
+  fold.weights += f * chunk.fold_bytes;
+  if (chunk.panel) fold.panel += f * chunk.fold_panel;
+  fold.columns = smaller(chunk.fold, chunk.columns - f * chunk.fold);
+  fold.folds = 1;
+  fold.unit += f * chunk.fold_units;
+  fold.first = chunk.first && f == 0;
+  if (chunk.scale) fold.scale += f * kBlockN;
+  if (chunk.zeros) fold.zeros += f * kBlockN;
+  if (chunk.sums) fold.sums += f;
+  return fold;
 }
 
 template <class I>
@@ -243,7 +265,8 @@ void plan(Linear* p, const Blocking* blocking) {
     p->turn = blocking->turn / (integers ? 1 : 2);
   } else {
     p->fold = p->kind == Kind::fp8 ? 128 : p->group;
-    const int64_t folds = p->m <= p->rows && I::kChained ? I::kMaxFolds : smaller(most / p->fold, I::kMaxFolds);
+    // Decoded in registers, a chunk takes no space: many folds of it share the cost of setting it up.
+    const int64_t folds = I::needs_panel(p->m) ? smaller(most / p->fold, I::kMaxFolds) : I::kMaxFolds;
     p->chunk = p->fold * larger(1, folds);
     p->turn = round_up(blocking->turn / (integers ? 1 : 2), p->fold);
   }

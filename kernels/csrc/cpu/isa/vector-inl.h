@@ -54,77 +54,87 @@ struct Panel {
 
 // Some rows of one group, and where their sums are.
 struct Rows {
-  const uint32_t* a;  // packed activations of the group at the chunk
+  const uint32_t* a;  // packed activations of the group
   void* sum;          // [rows][32]
   int64_t first;      // row of x
 };
 
+// sum += products of one fold * scale for the columns from vector v0 on; product and sum are rounded apart.
 template <class V, int R, template <int> class Source>
-inline void float_rows(const Chunk& c, const Rows& at) {
+[[gnu::always_inline]] inline void float_fold(const Chunk& c, const Rows& at, int v0) {
   constexpr int kVectors = V::vectors(R), kLanes = V::kLanes;
-  float* const sum = static_cast<float*>(at.sum);
-  for (int v0 = 0; v0 < kBlockN / kLanes; v0 += kVectors) {
-    typename V::F acc[R][kVectors];
+  const uint32_t* const a = at.a + c.unit * R;
+  typename V::F acc[R][kVectors];
+  TILEWRIGHT_EACH(r, R) {
+    TILEWRIGHT_EACH(v, kVectors) { acc[r][v] = V::zero(); });
+  });
+  Source<kVectors> source(c, v0);
+  for (int64_t p = 0; p < c.columns / 2; ++p) {
+    typename V::Pair w[kVectors];
+    source.load(p, w);
     TILEWRIGHT_EACH(r, R) {
-      TILEWRIGHT_EACH(v, kVectors) { acc[r][v] = V::zero(); });
+      const typename V::PairActivation pair = V::template load_activation<R>(a, p, r);
+      TILEWRIGHT_EACH(v, kVectors) { acc[r][v] = V::dot_pair(acc[r][v], w[v], pair); });
     });
-    Source<kVectors> source(c, v0);
-    for (int64_t p = 0; p < c.columns / 2; ++p) {
-      typename V::Pair w[kVectors];
-      source.load(p, w);
-      TILEWRIGHT_EACH(r, R) {
-        const typename V::PairActivation a = V::template load_activation<R>(at.a, p, r);
-        TILEWRIGHT_EACH(v, kVectors) { acc[r][v] = V::dot_pair(acc[r][v], w[v], a); });
-      });
-    }
-    source.finish();
-    TILEWRIGHT_EACH(v, kVectors) {
-      const typename V::F scale = c.scale ? V::load(c.scale + (v0 + v) * kLanes) : V::zero();
-      TILEWRIGHT_EACH(r, R) {
-        float* const s = sum + r * kBlockN + (v0 + v) * kLanes;
-        const typename V::F part = c.scale ? V::multiply(acc[r][v], scale) : acc[r][v];
-        V::store(s, V::add(c.first ? V::zero() : V::load(s), part));
+  }
+  source.finish();
+  TILEWRIGHT_EACH(v, kVectors) {
+    const typename V::F scale = c.scale ? V::load(c.scale + (v0 + v) * kLanes) : V::zero();
+    TILEWRIGHT_EACH(r, R) {
+      float* const s = static_cast<float*>(at.sum) + r * kBlockN + (v0 + v) * kLanes;
+      const typename V::F part = c.scale ? V::multiply(acc[r][v], scale) : acc[r][v];
+      V::store(s, V::add(c.first ? V::zero() : V::load(s), part));
+    });
+  });
+}
+
+// The same for integers; int4: float(sum a * (code - zero)) * scale.
+template <class V, int R, template <int> class Source, bool kInt4>
+[[gnu::always_inline]] inline void int_fold(const Linear* p, const Chunk& c, const Rows& at, int v0) {
+  constexpr int kVectors = V::vectors(R), kLanes = V::kLanes;
+  const uint32_t* const a = at.a + c.unit * R;
+  typename V::N acc[R][kVectors];
+  TILEWRIGHT_EACH(r, R) {
+    TILEWRIGHT_EACH(v, kVectors) { acc[r][v] = V::zero_int(); });
+  });
+  const Source<kVectors> source(c, v0);
+  for (int64_t q = 0; q < c.columns / 4; ++q) {
+    typename V::Quad w[kVectors];
+    source.load(q, w);
+    TILEWRIGHT_EACH(r, R) {
+      const typename V::N quad = V::broadcast(a[q * R + r]);
+      TILEWRIGHT_EACH(v, kVectors) {
+        acc[r][v] = kInt4 ? V::dot_u4(acc[r][v], w[v], quad) : V::dot_s8(acc[r][v], w[v], quad);
       });
     });
   }
+  TILEWRIGHT_EACH(v, kVectors) {
+    const int column = (v0 + v) * kLanes;
+    TILEWRIGHT_EACH(r, R) {
+      if constexpr (kInt4) {
+        float* const s = static_cast<float*>(at.sum) + r * kBlockN + column;
+        const typename V::N zeros = V::load_zeros(c.zeros + column);
+        const typename V::N row_sum = V::broadcast(uint32_t(c.sums[(at.first + r) * (p->padded_k / p->group)]));
+        const typename V::F dot = V::to_float(V::subtract(acc[r][v], V::multiply_int(zeros, row_sum)));
+        V::store(s, V::add(c.first ? V::zero() : V::load(s), V::multiply(dot, V::load(c.scale + column))));
+      } else {
+        int32_t* const s = static_cast<int32_t*>(at.sum) + r * kBlockN + column;
+        V::store_int(s, V::add_int(c.first ? V::zero_int() : V::load_int(s), acc[r][v]));
+      }
+    });
+  });
+}
+
+template <class V, int R, template <int> class Source>
+inline void float_rows(const Chunk& c, const Rows& at) {
+  for (int v0 = 0; v0 < kBlockN / V::kLanes; v0 += V::vectors(R))
+    for (int64_t f = 0; f < c.folds; ++f) float_fold<V, R, Source>(fold_of(c, f), at, v0);
 }
 
 template <class V, int R, template <int> class Source, bool kInt4>
 inline void int_rows(const Linear* p, const Chunk& c, const Rows& at) {
-  constexpr int kVectors = V::vectors(R), kLanes = V::kLanes;
-  for (int v0 = 0; v0 < kBlockN / kLanes; v0 += kVectors) {
-    typename V::N acc[R][kVectors];
-    TILEWRIGHT_EACH(r, R) {
-      TILEWRIGHT_EACH(v, kVectors) { acc[r][v] = V::zero_int(); });
-    });
-    const Source<kVectors> source(c, v0);
-    for (int64_t q = 0; q < c.columns / 4; ++q) {
-      typename V::Quad w[kVectors];
-      source.load(q, w);
-      TILEWRIGHT_EACH(r, R) {
-        const typename V::N a = V::broadcast(at.a[q * R + r]);
-        TILEWRIGHT_EACH(v, kVectors) {
-          acc[r][v] = kInt4 ? V::dot_u4(acc[r][v], w[v], a) : V::dot_s8(acc[r][v], w[v], a);
-        });
-      });
-    }
-    TILEWRIGHT_EACH(v, kVectors) {
-      const int column = (v0 + v) * kLanes;
-      TILEWRIGHT_EACH(r, R) {
-        if constexpr (kInt4) {
-          // float(sum a * (code - zero)) * scale, one group after the other
-          float* const s = static_cast<float*>(at.sum) + r * kBlockN + column;
-          const typename V::N zeros = V::load_zeros(c.zeros + column);
-          const typename V::N row_sum = V::broadcast(uint32_t(c.sums[(at.first + r) * (p->padded_k / p->group)]));
-          const typename V::F dot = V::to_float(V::subtract(acc[r][v], V::multiply_int(zeros, row_sum)));
-          V::store(s, V::add(c.first ? V::zero() : V::load(s), V::multiply(dot, V::load(c.scale + column))));
-        } else {
-          int32_t* const s = static_cast<int32_t*>(at.sum) + r * kBlockN + column;
-          V::store_int(s, V::add_int(c.first ? V::zero_int() : V::load_int(s), acc[r][v]));
-        }
-      });
-    });
-  }
+  for (int v0 = 0; v0 < kBlockN / V::kLanes; v0 += V::vectors(R))
+    for (int64_t f = 0; f < c.folds; ++f) int_fold<V, R, Source, kInt4>(p, fold_of(c, f), at, v0);
 }
 
 template <class V, int R>
@@ -162,7 +172,7 @@ inline void on_rows(int64_t rows, const Linear* p, const Chunk& c, const Rows& a
 
 template <class V>
 struct VectorIsa : V {
-  static constexpr int kMaxFolds = 1;
+  static constexpr int kMaxFolds = 16;
   static constexpr bool kChained = false;
   static constexpr int64_t kJointBlocks = 1;
   const Linear* p;
@@ -175,8 +185,8 @@ struct VectorIsa : V {
     const Chunk& c = *chunk;
     for (int64_t r = row_begin; r < row_end; r += p->rows) {
       const int64_t rows = smaller(p->rows, p->m - r);
-      const uint32_t* a = p->activations + r * p->units + rows * c.unit;
       constexpr int kMost = V::kIntRows > V::kFloatRows ? V::kIntRows : V::kFloatRows;
+      const uint32_t* a = p->activations + r * p->units;
       on_rows<V, kMost>(rows, p, c, {a, static_cast<float*>(c.sum) + (r - row_begin) * kBlockN, r});
     }
   }
