@@ -259,17 +259,17 @@ void plan(Linear* p, const Blocking* blocking) {
   p->units = round_up(integers ? p->padded_k / 4 : I::kFloatUnits ? p->padded_k : p->padded_k / 2, p->unit_span);
   p->activation_bytes = size_t(p->m * p->units) * 4;
   const int64_t most = integers ? blocking->int8_chunk : blocking->bf16_chunk;
-  if (p->kind == Kind::bf16 || p->kind == Kind::int8) {
-    // Where a chunk goes on from the sums of the last one, cuts change no bits; for one group of rows they do no good.
-    p->fold = p->chunk = I::kChained && p->m <= p->rows ? p->padded_k : most;
-    p->turn = blocking->turn / (integers ? 1 : 2);
-  } else {
+  const int64_t turn = blocking->turn / (integers ? 1 : 2);
+  const bool panel = I::needs_panel(p->m), scaled = p->group || p->kind == Kind::fp8;
+  if (scaled)
     p->fold = p->kind == Kind::fp8 ? 128 : p->group;
-    // Decoded in registers, a chunk takes no space: many folds of it share the cost of setting it up.
-    const int64_t folds = I::needs_panel(p->m) ? smaller(most / p->fold, I::kMaxFolds) : I::kMaxFolds;
-    p->chunk = p->fold * larger(1, folds);
-    p->turn = round_up(blocking->turn / (integers ? 1 : 2), p->fold);
-  }
+  else  // where a fold goes on from the sums of the last one, cuts change no bits; for one group of rows they do no
+        // good
+    p->fold = I::kChained && !panel ? p->padded_k : most;
+  // Without a panel a chunk takes no space: as many folds as there may be share the cost of setting it up.
+  const int64_t folds = panel ? most / p->fold : ceil_div(p->padded_k, p->fold);
+  p->chunk = p->fold * larger(1, smaller(folds, I::kMaxFolds));
+  p->turn = scaled ? round_up(turn, p->fold) : turn;
   p->joint_blocks = smaller(blocking->joint_blocks, I::kJointBlocks);
   const int64_t blocks = ceil_div(p->n, kBlockN), all_rows = round_up(p->m, p->rows);
   p->streams = int64_t(p->activation_bytes) <= blocking->streaming_bytes;
