@@ -39,11 +39,30 @@ class Piece:
     offset: int = 0
 
 
+class NotFiniteError(Exception):
+    """A step met a NaN or an infinity; who runs it knows what the tensor is called.
+
+    Attributes:
+        number: Of the source in the task.
+        index: Of the element in that source.
+        value: The element.
+    """
+
+    def __init__(self, number: int, index: list[int], value: float) -> None:
+        super().__init__(f"element {index} of source {number} is {value}")
+        self.number, self.index, self.value = number, index, value
+
+
 class Step(Protocol):
     """The computation of one task: pure, picklable, the same bytes whenever and wherever it runs."""
 
     def run(self, sources: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Turn the task's sources (views of mapped files, in order) into its pieces, by output name."""
+        """Turn the task's sources (views of mapped files, in order) into its pieces, by output name.
+
+        Raises:
+            NotFiniteError: A source holds a value that no step may pass on.
+            SchemeError: The same, if the step can say more about it.
+        """
 
 
 @dataclass(frozen=True)

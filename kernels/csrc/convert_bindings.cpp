@@ -81,7 +81,9 @@ Tensor empty(const Tensor& like, std::vector<int64_t> sizes, ScalarType type) {
 }
 
 Tensor block_amax(const Tensor& weight, int64_t block_n, int64_t block_k) {
-  const Blocks b = weight_of(weight, block_n, block_k);
+  const bool e4m3 = weight.scalar_type() == ScalarType::Float8_e4m3fn;
+  Blocks b = e4m3 ? blocks_of(weight, block_n, block_k) : weight_of(weight, block_n, block_k);
+  if (e4m3) b.dtype = Float::e4m3;
   Tensor out = empty(weight, {b.rows(), b.columns()}, ScalarType::Float);
   auto* data = static_cast<float*>(out.mutable_data_ptr());
   const Convert& c = convert();

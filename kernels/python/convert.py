@@ -13,6 +13,8 @@ from . import _native  # noqa: F401  # loads the library
 from .formats import WeightFormat
 
 CODES = {torch.float8_e4m3fn: "fp8", torch.int8: "int8", torch.uint8: "int4"}
+READ = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+ROWS_AT_ONCE = 64  # of which `all_finite` takes the maximum together
 
 
 def block_amax(weight: Tensor, fmt: WeightFormat) -> Tensor:
@@ -22,6 +24,21 @@ def block_amax(weight: Tensor, fmt: WeightFormat) -> Tensor:
     """
     result: Tensor = torch.ops.tilewright.block_amax(_rows(weight), fmt.block_n, fmt.block_k)
     return result
+
+
+def all_finite(values: Tensor) -> bool:
+    """Whether a tensor of any shape holds no NaN and no infinity; read once, at the speed of memory.
+
+    Args:
+        values: fp32, bf16, fp16 or e4m3fn; other floats are read more slowly, integers not at all.
+    """
+    if not values.dtype.is_floating_point or values.numel() == 0:
+        return True
+    if values.dtype not in READ:
+        return bool(torch.isfinite(values.to(torch.float32)).all())
+    rows = _rows(values.reshape(-1, values.shape[-1] if values.dim() else 1))
+    maxima: Tensor = torch.ops.tilewright.block_amax(rows, ROWS_AT_ONCE, 0)
+    return bool(torch.isfinite(maxima).all())
 
 
 def encode(weight: Tensor, scales: Tensor, fmt: WeightFormat) -> Tensor:

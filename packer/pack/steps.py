@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewright.kernels.errors import SchemeError
 from tilewright.kernels.formats import BF16, WeightFormat
 from tilewright.kernels.layouts.base import Layout
 from tilewright.kernels.module_spec import ModuleSpec
 from tilewright.kernels.tensors import QTensor
 
+from ..plan import NotFiniteError
 from ..sources.base import Reader, first_bad
 from .cuts import Share
 
@@ -49,17 +49,12 @@ class PackedPart:
         return sum(self.counts) + self.biases * len(self.counts)
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The packed tensors by full name.
-
-        Raises:
-            SchemeError: A scale is NaN or infinite.
-        """
+        """The packed tensors by full name."""
         remaining = iter(tensors)
         parts = []
         biases = []
         for reader, count, rows in zip(self.readers, self.counts, self.rows, strict=True):
             whole = read_codes(reader, [next(remaining) for _ in range(count)], self.format)
-            _check_scales(whole, self.output)
             parts.append(self.share.take(_some_rows(whole, rows)))
             if self.biases:
                 biases.append(self.share.take_bias(next(remaining)[rows]).to(torch.float32))
@@ -83,7 +78,13 @@ class PackStep:
     parts: tuple[PackedPart, ...]
 
     def run(self, sources: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The packed tensors by name."""
+        """The packed tensors by name.
+
+        Raises:
+            NotFiniteError: A source holds a NaN or an infinity, as a weight, a code or a scale.
+        """
+        if bad := first_bad(sources):
+            raise NotFiniteError(*bad)
         result: dict[str, torch.Tensor] = {}
         start = 0
         for part in self.parts:
@@ -135,16 +136,6 @@ def _some_rows(q: QTensor, rows: slice) -> QTensor:
         return q
     assert q.scales is None, "stacks of quantized experts are not taken apart"
     return QTensor(q.format, q.codes[rows])
-
-
-def _check_scales(q: QTensor, subject: str) -> None:
-    """A scale that is NaN or infinite spoils its whole block; codes are not searched, which would cost a pass."""
-    if q.scales is not None and not torch.isfinite(q.scales.to(torch.float32)).all():
-        _, index, value = first_bad([q.scales]) or (0, [], 0.0)
-        raise SchemeError(
-            f"{subject}: scale {index} is {value}; only finite scales can be packed",
-            hint="the source is damaged; fetch it or convert it again",
-        )
 
 
 def join_rows(weights: Sequence[QTensor], parts: int) -> QTensor:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from tilewright.kernels.convert import all_finite
 from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.tensors import QTensor, Reject, TensorSpec
 
@@ -121,10 +122,8 @@ class Group:
 def first_bad(tensors: Sequence[torch.Tensor]) -> tuple[int, list[int], float] | None:
     """The first element that is NaN or infinite: number of the tensor, index, value."""
     for number, tensor in enumerate(tensors):
-        if tensor.dtype.is_floating_point:
+        if not all_finite(tensor):
             values = tensor.to(torch.float32)
-            bad = (~torch.isfinite(values)).nonzero()
-            if len(bad):
-                index = bad[0].tolist()
-                return number, index, float(values[tuple(index)])
+            index = (~torch.isfinite(values)).nonzero()[0].tolist()
+            return number, index, float(values[tuple(index)])
     return None

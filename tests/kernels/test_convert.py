@@ -197,3 +197,29 @@ def test_refusals_name_the_rule() -> None:
         convert.join_nibbles(torch.ones(2, 3, dtype=torch.uint8))
     with pytest.raises(RuntimeError, match="a matrix with elements"):
         convert.block_amax(torch.ones(0, 3), INT8)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(), (1,), (4999,), (67, 130), (2, 65, 33)], ids=str)
+def test_one_element_that_is_not_finite_is_found(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    values = torch.rand(shape).add(0.5).mul(300).to(dtype)
+    apart = torch.stack((values, values), -1)[..., 0]
+    for _ in range(5):
+        where = tuple(int(torch.randint(size, ())) for size in shape)
+        for bad in (torch.nan, torch.inf, -torch.inf):
+            if dtype.itemsize == 1 and bad == bad:
+                continue  # these dtypes have no infinity
+            for tensor in (values, apart):
+                before = tensor[where].clone()
+                assert convert.all_finite(tensor)
+                tensor[where] = bad
+                assert not convert.all_finite(tensor)
+                tensor[where] = before
+
+
+def test_codes_that_are_not_finite() -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert [c for c in range(256) if not convert.all_finite(codes[c : c + 1])] == [0x7F, 0xFF]
+    assert same(convert.block_amax(codes[:127].reshape(1, -1), FP8), torch.tensor([[448.0]]))
+    assert all(convert.all_finite(torch.full((3,), -1, dtype=dtype)) for dtype in (torch.int8, torch.int32))
+    assert convert.all_finite(torch.empty(0, 5))

@@ -16,7 +16,7 @@ enum class Kind : int32_t {
   int4_int8,  // weight as int4_bf16, activations int8 by row (W4A8)
 };
 
-enum class Float : int32_t { f32, bf16, f16 };
+enum class Float : int32_t { f32, bf16, f16, e4m3 };  // e4m3 in block_amax alone
 
 // y[m, n] = x[m, k] . w[n, k]^T (+ bias[n]). Filled by the operator up to `threads`; `plan` of the instruction set
 // fills the rest; the operator then allocates the scratch memory.

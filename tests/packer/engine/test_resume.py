@@ -226,7 +226,15 @@ def test_two_runs_do_not_write_into_one_output(make_source: MakeSource, make_pla
         journal.close()
 
 
-@pytest.mark.usefixtures("restored_os")
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Ctrl-C raises, even if these tests were started in the background, where shells have it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("restored_os", "interruptible")
 def test_ctrl_c_is_one_line_and_resumable(make_source: MakeSource, make_plan: MakePlan, tmp_path: Path) -> None:
     source, output = make_source(), tmp_path / "out"
     convert(source, tmp_path / "whole", make_plan)

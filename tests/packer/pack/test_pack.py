@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -207,11 +208,21 @@ def test_a_packed_directory_is_not_packed_again(packed: Call, plan: Callable[[Pa
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_scales_that_are_not_finite_are_named(value: float, write: Call, pack: Call) -> None:
-    scales = torch.full((2, 1), 0.5)
-    scales[1, 0] = value
-    codes = random(200, 64).to(torch.float8_e4m3fn)
+@pytest.mark.parametrize("where", ["codes", "scales", "bias", "bf16", "fp16"])
+def test_what_is_not_finite_is_named(where: str, value: float, write: Call, pack: Call) -> None:
     module = "model.layers.0.mlp.up_proj"
-    source = write({f"{module}.weight": codes, f"{module}.weight_scale_inv": scales})
-    with pytest.raises(SchemeError, match=rf"{module}: scale \[1, 0\] is {value}"):
-        pack(source)
+    given = {"codes": random(200, 64), "scales": torch.full((2, 1), 0.5), "bias": torch.ones(200)}
+    names = {"codes": "weight", "scales": "weight_scale_inv", "bias": "bias"}
+    if where in {"bf16", "fp16"}:
+        given = {"codes": random(200, 64, dtype=torch.bfloat16 if where == "bf16" else torch.float16)}
+    bad = given[where if where in given else "codes"]
+    index = [size - 1 for size in bad.shape]
+    bad[tuple(index)] = value
+    if len(given) > 1:
+        given["codes"] = given["codes"].to(torch.float8_e4m3fn)
+    if where == "codes":  # which have no infinity, but two NaNs
+        given[where].view(torch.uint8)[tuple(index)] = 0x7F if value == torch.inf else 0xFF
+    shown = "nan" if where == "codes" else value
+    name = re.escape(f"{module}.{names.get(where, 'weight')}{index} is {shown}; only finite")
+    with pytest.raises(SchemeError, match=name):
+        pack(write({f"{module}.{names[kind]}": tensor for kind, tensor in given.items()}))

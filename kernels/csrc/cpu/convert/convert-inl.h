@@ -35,6 +35,17 @@ struct ReadF16 {
   }
 };
 
+struct ReadE4m3 {
+  using Word = uint8_t;
+  using Magnitude = int8_t;
+  static constexpr Magnitude kMask = 0x7f;
+  static float value(uint8_t w) {
+    const uint32_t magnitude = w & 0x7f;
+    const uint32_t moved = bits(from_bits(magnitude << 20) * 0x1p120f);  // exact, subnormals too
+    return from_bits(uint32_t(w & 0x80) << 24 | (magnitude == 0x7f ? 0x7fc00000 : moved));
+  }
+};
+
 template <class F>
 void with_reader(Float dtype, F f) {
   if (dtype == Float::bf16) return f(ReadBf16());
@@ -192,13 +203,6 @@ inline void split(const uint8_t* __restrict joined, int64_t count, uint8_t flip,
   }
 }
 
-struct FromFp8 {
-  static float value(uint8_t c) {
-    const uint32_t magnitude = c & 0x7f;
-    const uint32_t moved = bits(from_bits(magnitude << 20) * 0x1p120f);  // exact, subnormals too
-    return from_bits(uint32_t(c & 0x80) << 24 | (magnitude == 0x7f ? 0x7fc00000 : moved));
-  }
-};
 struct FromInt8 {
   static float value(uint8_t c) { return float(int8_t(c)); }
 };
@@ -221,6 +225,7 @@ void scale_codes(const Blocks& b, const float* scales, int64_t row0, float* out)
 }
 
 void block_amax_entry(const Blocks* b, int64_t begin, int64_t end, float* out) {
+  if (b->dtype == Float::e4m3) return block_amax<ReadE4m3>(*b, begin, end, out);
   with_reader(b->dtype, [&](auto r) { block_amax<decltype(r)>(*b, begin, end, out); });
 }
 
@@ -238,7 +243,7 @@ void squared_error_entry(const Blocks* b, const float* scales, Code code, int64_
 }
 
 void scale_codes_entry(const Blocks* b, const float* scales, Code code, int64_t row0, float* out) {
-  if (code == Code::fp8) return scale_codes<FromFp8>(*b, scales, row0, out);
+  if (code == Code::fp8) return scale_codes<ReadE4m3>(*b, scales, row0, out);
   if (code == Code::int8) return scale_codes<FromInt8>(*b, scales, row0, out);
   scale_codes<FromInt4>(*b, scales, row0, out);
 }
