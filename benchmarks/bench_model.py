@@ -34,6 +34,7 @@ from transformers.utils import logging
 
 import tilewright
 from tilewright.cli.main import load
+from tilewright.kernels.mlp import PackedMlp
 from tilewright.kernels.modules import PackedExperts, PackedLinear
 
 SCHEMES = {"int8": [], "int4": ["--group-size", "64"], "block-fp8": []}
@@ -168,9 +169,9 @@ def variants(source: Path, folder: Path, schemes: list[str]) -> list[Variant]:
 
 
 def is_matrices(module: nn.Module) -> bool:
-    """Whether a module is what packing replaces: a Linear, or the experts of a layer."""
+    """Whether a module is what packing replaces: a Linear, a whole MLP, or the experts of a layer."""
     own = isinstance(module, nn.Linear) or type(module).__name__.endswith("MoeExperts")
-    return own or isinstance(module, PackedLinear | PackedExperts)
+    return own or isinstance(module, PackedLinear | PackedExperts | PackedMlp)
 
 
 def megabytes_per_step(model: Any) -> float:
@@ -178,7 +179,7 @@ def megabytes_per_step(model: Any) -> float:
     total = 0.0
     for module in filter(is_matrices, model.modules()):
         size = sum(tensor.nbytes for tensor in [*module.parameters(), *module.buffers()])
-        is_linear = isinstance(module, nn.Linear | PackedLinear)
+        is_linear = isinstance(module, nn.Linear | PackedLinear | PackedMlp)
         total += size if is_linear else size * model.config.num_experts_per_tok / model.config.num_experts
     return total / 1e6
 
@@ -287,6 +288,7 @@ def markdown(about: dict[str, Any], invocation: str, tables: dict[str, list[Resu
         "Linears, the head included, and experts, timed by hooks in rounds of their own; what is left of a step is",
         "transformers' own: attention, norms, routers, caches, Python. Ratios (x) are to the faster of transformers'",
         "own ways, in each column by itself; share is that of the matrices in a step, MB what a step reads of them.",
+        "The matrices of a packed MLP include its activation, which transformers computes between them.",
     ]
     if clock is time.process_time:
         lines += ["", "Times are CPU times of one thread, as other work ran on the machine."]

@@ -97,9 +97,9 @@ def measure(source: Path, scheme: str, windows: torch.Tensor, seeds: int) -> tup
         noisy = []
         for seed in range(seeds):
             generator = torch.Generator().manual_seed(seed)
-            model = replaced(tilewright.load_model(packed), partial(Noisy, generator=generator))
+            model = replaced(tilewright.load_model(packed, fused=False), partial(Noisy, generator=generator))
             noisy.append(perplexity(model, windows))
-        return runs, perplexity(replaced(tilewright.load_model(packed), Simulated), windows), noisy
+        return runs, perplexity(replaced(tilewright.load_model(packed, fused=False), Simulated), windows), noisy
 
 
 def main() -> None:

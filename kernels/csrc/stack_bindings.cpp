@@ -239,8 +239,11 @@ Tensor shared_expert(const Tensor& x, const Tensor& w13, const Tensor& w2, int64
                      Optional w2_scale, Optional w13_zeros, Optional w2_zeros, Optional w13_bias, Optional w2_bias,
                      Optional fused_out, Optional gate, double fused_scale, const std::string& activation, double alpha,
                      double limit, bool int8_activations) {
+  TILEWRIGHT_CHECK(x.dim() >= 2 && x.size(-1) > 0, "x must be [..., hidden], it is ", shape(x));
+  const int64_t tokens = x.numel() / x.size(-1);
+  const Tensor flat = x.dim() == 2 ? x : torch::stable::reshape(x, {tokens, x.size(-1)});
   Tensor rows;
-  Experts e = problem(x, {w13, w13_scale, w13_zeros, w13_bias, "w13"}, {w2, w2_scale, w2_zeros, w2_bias, "w2"}, 1,
+  Experts e = problem(flat, {w13, w13_scale, w13_zeros, w13_bias, "w13"}, {w2, w2_scale, w2_zeros, w2_bias, "w2"}, 1,
                       inner, int8_activations, rows);
   e.gate = gate_of(activation, alpha, limit);
   e.add_scale = float(fused_scale);
@@ -250,10 +253,12 @@ Tensor shared_expert(const Tensor& x, const Tensor& w13, const Tensor& w2, int64
     TILEWRIGHT_CHECK(shape(*fused_out) == shape(x), "fused_out is ", shape(*fused_out), ", x is ", shape(x));
     e.add = fused_out->const_data_ptr();
   }
-  const std::vector<int32_t> ids(size_t(x.size(0)), 0);
-  const std::vector<float> weights = gate_weights(gate, x.size(0));
-  Tensor y = torch::stable::new_empty(x, {x.size(0), x.size(1)});
-  run(e, 1, {ids.data(), weights.data(), x.size(0), 1}, y);
+  const std::vector<int32_t> ids(size_t(tokens), 0);
+  const std::vector<float> weights = gate_weights(gate, tokens);
+  std::vector<int64_t> sizes;
+  for (int64_t i = 0; i < x.dim(); ++i) sizes.push_back(x.size(i));
+  Tensor y = torch::stable::new_empty(x, sizes);
+  run(e, 1, {ids.data(), weights.data(), tokens, 1}, y);
   return y;
 }
 

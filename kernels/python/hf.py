@@ -15,6 +15,7 @@ from .errors import CheckpointError, TilewrightError
 from .gpu.experts import GpuExperts
 from .hf_attention import use_attention
 from .layouts.gpu_hopper import GPU_HOPPER_W4
+from .mlp import PackedMlp, replace_mlps
 from .modules import PackedExperts, PackedLinear, PackedStack
 from .norms import replace_norms
 from .packed import PackedCheckpoint, load_packed
@@ -27,7 +28,11 @@ UNUSED = re.compile(r"\.(?:input_scale|input_zero_point|activation_scale|rotary_
 
 
 def load_model(
-    path: str | Path, rank: int | None = None, device: str = "cpu", verify_checksums: bool = False
+    path: str | Path,
+    rank: int | None = None,
+    device: str = "cpu",
+    verify_checksums: bool = False,
+    fused: bool = True,
 ) -> nn.Module:
     """The transformers model of a packed directory, its Linears and experts run by the bundled kernels.
 
@@ -41,6 +46,8 @@ def load_model(
             `torch.distributed` is set up.
         device: Where to run.
         verify_checksums: Compare every file with its checksum first.
+        fused: On a CPU, also run gated MLPs, norms and the attention of decode steps by one operator each. False keeps
+            the modules of transformers around packed Linears, for those who hook or replace these.
 
     Returns:
         A `PreTrainedModel` in evaluation mode with `generate`; its attribute `packed` is the opened directory.
@@ -64,6 +71,9 @@ def load_model(
             f"{packed.root}: transformers builds no model of its config: {reason}", hint=hint
         ) from error
     used = _replace_modules(model, packed, config)
+    fused = fused and device == "cpu"
+    if fused:
+        replace_mlps(model, packed)
     if packed.cut.ranks > 1:
         _add_up(model, packed)
     missing = _fill(model, packed, used)
@@ -73,7 +83,7 @@ def load_model(
         lines += [f"`{name}` has no place in {type(model).__name__}" for name in unused]
         raise CheckpointError(f"{packed.root}: does not fit the model:\n  " + "\n  ".join(lines))
     _keep_precision(model)
-    if device == "cpu":
+    if fused:
         replace_norms(model)
         use_attention(model)
     if (packed.root / "generation_config.json").is_file():
@@ -159,9 +169,9 @@ def _add_up(model: nn.Module, packed: PackedCheckpoint) -> None:
             hint=f"start it with `torchrun --nproc-per-node {packed.cut.ranks}` and `init_process_group`",
         )
     for module in model.modules():
-        if isinstance(module, PackedExperts | PackedLinear):
-            spec = module.spec if isinstance(module, PackedLinear) else module.w2.spec
-            module.reduce = sum_over_ranks if spec.is_summand else None
+        if isinstance(module, PackedExperts | PackedLinear | PackedMlp):
+            last: Any = module.w2 if isinstance(module, PackedExperts) else getattr(module, "down_proj", module)
+            module.reduce = sum_over_ranks if last.spec.is_summand else None
 
 
 def sum_over_ranks(y: torch.Tensor) -> torch.Tensor:

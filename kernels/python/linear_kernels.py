@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -32,7 +33,7 @@ class LinearKernel:
         """`x W^T + bias` for a matrix of `n` rows, whose tensors and `bias` are found by their suffixes."""
         return self.op(x, *map(tensors.__getitem__, self.suffixes), n, tensors["bias"])
 
-    @property
+    @cached_property
     def scale(self) -> str:
         """Suffix of its scales; "" if it has none."""
         return next((suffix for suffix in self.suffixes if "scale" in suffix), "")

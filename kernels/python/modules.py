@@ -14,7 +14,7 @@ from .gpu.moe import w4a8_fused_experts
 from .layouts.base import check_tensors
 from .linear_kernels import LINEAR_KERNELS, LinearKernel
 from .module_spec import ModuleSpec
-from .ops_experts import ACTIVATIONS, fused_experts
+from .ops_experts import ACTIVATIONS, fused_experts, shared_expert
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
@@ -130,7 +130,10 @@ class PackedLinear(PackedWeight):
 
 
 class PackedStack(PackedWeight):
-    """A stack of packed matrices [E, N, K], multiplied by `PackedExperts` or `GpuExperts`."""
+    """Packed matrices that are multiplied within a larger operator.
+
+    A stack [E, N, K] of `PackedExperts` or `GpuExperts`, a single one [N, K] of `PackedMlp`.
+    """
 
     def operands(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
         """Weight, scale, zero points and bias as `fused_experts` takes them; None where the format has none."""
@@ -141,7 +144,9 @@ class PackedStack(PackedWeight):
 
     @property
     def operator(self) -> str:
-        """One operator for all kinds of experts of a device."""
+        """One operator for all kinds of weights."""
+        if len(self.spec.shape) == 2:
+            return shared_expert.__name__
         return fused_experts.__name__ if self.kernel.device == "cpu" else w4a8_fused_experts.__name__
 
 

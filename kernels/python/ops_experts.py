@@ -16,6 +16,8 @@ from torch import Tensor
 from . import _native  # noqa: F401  (loads the operators)
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
+_FUSED_EXPERTS = torch.ops.tilewright.fused_experts.default
+_SHARED_EXPERT = torch.ops.tilewright.shared_expert.default
 
 
 def fused_experts(
@@ -66,7 +68,7 @@ def fused_experts(
     Raises:
         RuntimeError: A shape, dtype or activation is not one of these; the message names it.
     """
-    result: Tensor = torch.ops.tilewright.fused_experts(
+    result: Tensor = _FUSED_EXPERTS(
         x,
         topk_weights,
         topk_ids,
@@ -118,7 +120,7 @@ def shared_expert(
     `x` is not changed: the routed experts may still need it.
 
     Args:
-        x: fp32, bf16 or fp16 [T, H].
+        x: fp32, bf16 or fp16 [.., H], T tokens in all.
         w13: Packed gate and up [2I', ..], or a stack of one.
         w2: Packed down [H', ..].
         inner: I.
@@ -128,7 +130,7 @@ def shared_expert(
         w2_zeros: The same for `w2`.
         w13_bias: fp32 [2I], gate first.
         w2_bias: fp32 [H].
-        fused_out: [T, H] in the dtype of `x`; None adds nothing.
+        fused_out: Of the shape and dtype of `x`; None adds nothing.
         gate: Logits [T, 1], fp32, bf16 or fp16; None means no gate.
         fused_scale: Factor of `fused_out`.
         activation: One of `ACTIVATIONS`.
@@ -137,12 +139,12 @@ def shared_expert(
         int8_activations: Of int4: W4A8 or W4A16.
 
     Returns:
-        [T, H] in the dtype of `x`, rounded once.
+        [.., H] in the dtype of `x`, rounded once.
 
     Raises:
         RuntimeError: A shape, dtype or activation is not one of these; the message names it.
     """
-    result: Tensor = torch.ops.tilewright.shared_expert(
+    result: Tensor = _SHARED_EXPERT(
         x,
         w13,
         w2,

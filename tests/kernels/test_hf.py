@@ -19,6 +19,7 @@ from transformers.utils import logging
 
 import tilewright
 from tilewright.kernels.errors import CheckpointError
+from tilewright.kernels.mlp import PackedMlp
 from tilewright.kernels.modules import PackedExperts, PackedLinear, PackedWeight
 from tilewright.kernels.reference import quantize_rows
 from tilewright.kernels.safetensors_file import read_header
@@ -95,11 +96,28 @@ def test_swapped_gate_and_up_are_noticed(model: str, packed: Call) -> None:
 def test_joined_linears_change_no_bit(model: str, scheme: str, quantized: Call, packed: Call, tmp_path: Path) -> None:
     source = open_checkpoint(quantized(model, scheme))
     execute(plan_pack(source, CpuTarget(joins=False)), source, tmp_path / "apart")
-    joined, apart = (tilewright.load_model(path) for path in (packed(model, scheme), tmp_path / "apart"))
+    joined, apart = (tilewright.load_model(path, fused=False) for path in (packed(model, scheme), tmp_path / "apart"))
     assert any(spec.joined for spec in joined.packed.specs.values())
     assert joined.state_dict().keys() == apart.state_dict().keys()
     with torch.no_grad():
         assert torch.equal(joined(windows()[:2]).logits, apart(windows()[:2]).logits)
+
+
+def test_whole_mlps_norms_and_attention_unless_asked_not_to(packed: Call) -> None:
+    directory = packed("tiny-deepseek-v3", "block-fp8")
+    fused, apart = tilewright.load_model(directory), tilewright.load_model(directory, fused=False)
+    kinds = {name: type(module).__name__ for name, module in fused.named_modules()}
+    assert {name for name, kind in kinds.items() if kind == "PackedMlp"} == {
+        "model.layers.0.mlp",
+        *(f"model.layers.{layer}.mlp.shared_experts" for layer in range(1, 4)),
+    }
+    assert fused.config._attn_implementation == "tilewright"
+    assert set(fused.state_dict()) == {name for name in fused.state_dict() if ".gate_proj." not in name}
+    assert not {"PackedMlp", "RmsNorm"} & {type(module).__name__ for module in apart.modules()}
+    assert apart.config._attn_implementation == "sdpa"
+    kl, top1 = divergence(log_probabilities(apart, windows()[:2]), log_probabilities(fused, windows()[:2]))
+    assert kl <= 5e-4
+    assert top1 >= 0.985
 
 
 def test_experts_that_are_gated_in_another_way_are_refused(packed: Call, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +168,19 @@ class SimulatedExperts(nn.Module):
         return total.to(x.dtype)
 
 
+class SimulatedMlp(nn.Module):
+    """A gated MLP, in fp32 between its products but for one rounding."""
+
+    def __init__(self, packed: PackedMlp) -> None:
+        super().__init__()
+        self.gate_up, self.down = Simulated(packed.gate_up_proj), Simulated(packed.down_proj)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x.float()).chunk(2, -1)
+        y: torch.Tensor = self.down((nn.functional.silu(gate) * up).to(torch.bfloat16).float())
+        return y.to(x.dtype)
+
+
 @pytest.mark.parametrize("scheme", ["none", "int8", "w4afp8"])
 @pytest.mark.parametrize("model", TINY)
 def test_equal_to_a_float_simulation(model: str, scheme: str, packed: Call) -> None:
@@ -160,6 +191,8 @@ def test_equal_to_a_float_simulation(model: str, scheme: str, packed: Call) -> N
             runs.set_submodule(name, Simulated(module))
         elif isinstance(module, PackedExperts):
             runs.set_submodule(name, SimulatedExperts(module))
+        elif isinstance(module, PackedMlp):
+            runs.set_submodule(name, SimulatedMlp(module))
     kl, top1 = divergence(log_probabilities(runs, windows()[:2]), ours)
     assert kl <= 2e-4
     assert top1 >= 0.985

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.utils import logging
 
 import tilewright
+from tilewright.kernels.mlp import PackedMlp
 from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.pack.planner import plan_pack
 from tilewright.packer.pack.target import CpuTarget
@@ -20,7 +21,7 @@ from tilewright.packer.sources.checkpoint import open_checkpoint
 SMALL = {
     "vocab_size": 96,
     "hidden_size": 48,
-    "intermediate_size": 80,
+    "intermediate_size": 96,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -45,15 +46,15 @@ MLA = {
     "n_group": 1,
     "topk_group": 1,
     "first_k_dense_replace": 1,
-    "moe_intermediate_size": 40,
+    "moe_intermediate_size": 32,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": True, "head_dim": 16},  # whole blocks of q, k and v, which are joined
-    "mistral": {},
+    "mistral": {"intermediate_size": 80},  # no whole blocks: gate and up stay Linears of their own
     "phi3": {},
     "qwen2": {"tie_word_embeddings": False},
     "qwen3": {},
-    "qwen2_moe": MOE | {"shared_expert_intermediate_size": 40},
+    "qwen2_moe": MOE | {"shared_expert_intermediate_size": 64},
     "qwen3_moe": MOE,
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "deepseek_v2": MLA,
@@ -78,6 +79,9 @@ def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     packed = tilewright.load_model(tmp_path / "packed")
     norms = [name for name, module in packed.named_modules() if type(module).__name__.endswith("RMSNorm")]
     assert bool(norms) is (family == "gpt_oss")  # whose norms are rounded elsewhere
+    mlps = [path for path, module in model.named_modules() if type(module).__name__.endswith("MLP")]
+    fused = [path for path, module in packed.named_modules() if isinstance(module, PackedMlp)]
+    assert fused == ([] if family in {"mistral", "gpt_oss"} else mlps)  # what GPT-OSS calls so are its experts
     tokens = torch.randint(0, 96, (2, 20))
     with torch.no_grad():
         ours, theirs = packed(tokens).logits.float(), model(tokens).logits.float()
