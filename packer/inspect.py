@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -155,7 +156,7 @@ def inspect(checkpoint: Checkpoint, path: str) -> Inspection:
         made_by=str(manifest.get("tilewright", "")),
         shares=_shares(items),
         items=items,
-        notes=tuple(checkpoint.notes) + tuple(_notes(checkpoint)),
+        notes=(*checkpoint.notes, *_notes(checkpoint), *_joined(modules)),
     )
 
 
@@ -168,6 +169,12 @@ def _packed_items(checkpoint: Checkpoint, modules: Mapping[str, ModuleSpec]) -> 
         yield Item(
             name, role, spec.format.id, spec.layout.id, math.prod(spec.shape), nbytes, spec.format.has_scales, reason
         )
+
+
+def _joined(modules: Mapping[str, ModuleSpec]) -> Iterator[str]:
+    counts = Counter((name.rpartition(".")[2], len(spec.joined)) for name, spec in modules.items() if spec.joined)
+    for (name, parts), count in counts.items():
+        yield f"{name}: {parts} Linears joined, {count} times"
 
 
 def _stored_items(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> Iterator[Item]:

@@ -350,7 +350,8 @@ class _Planner:
         outputs = {f"{group.name}.{suffix}": tensor for suffix, tensor in spec.tensors().items()}
         self.tensors.update(outputs)
         held = stored.specs(fmt, first.shape) if stored else {}
-        fate = Fate("packed", f"{fmt.id} codes in layout {layout.id}", tuple(outputs))
+        where = f"layout {layout.id}" + (f", joined to {group.name.rpartition('.')[2]}" if group.joined else "")
+        fate = Fate("packed", f"{fmt.id} codes in {where}", tuple(outputs))
         for number, weight in ((number, weight) for number, expert in enumerate(group.experts) for weight in expert):
             names = [*weight.tensors, *(name for name in weight.companions if name.rpartition(".")[2] in held)]
             bias = self._bias(weight)

@@ -15,6 +15,7 @@ from tilewright.kernels.modules import PackedLinear
 from tilewright.kernels.packed import load_packed
 from tilewright.kernels.safetensors_file import read_header
 from tilewright.packer.engine.pipeline import execute
+from tilewright.packer.inspect import inspect
 from tilewright.packer.pack.planner import plan_ranks
 from tilewright.packer.pack.target import CpuTarget
 from tilewright.packer.plan import Plan
@@ -221,6 +222,15 @@ def test_fates_name_the_joined_tensors(write: Call, convert: Call, plan: Callabl
     fates = plan(source).fates
     assert fates[f"{KEY}.weight_scale"].outputs == (f"{QKV}.weight", f"{QKV}.weight_scale", f"{QKV}.bias")
     assert fates[f"{KEY}.bias"].outputs == (f"{QKV}.bias",)
+    assert fates[f"{KEY}.weight"].reason == "int8 codes in layout cpu-vnni-int8, joined to qkv_proj"
+
+
+def test_inspection_tells_what_is_joined(write: Call, pack: Call) -> None:
+    directory = pack(write(source_tensors(), model_type="qwen2_moe"))
+    found = inspect(open_checkpoint(directory), str(directory))
+    assert found.notes == ("gate_up_proj: 2 Linears joined, 1 times", "qkv_proj: 3 Linears joined, 1 times")
+    sizes = {item.name: item.parameters for item in found.items}
+    assert sizes[QKV] == sum(ROWS[QKV]) * K
 
 
 def test_static_activation_scales_keep_their_names(write: Call, pack: Call, unpack: Call, convert: Call) -> None:
