@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 import click
 
-from .options import debug_option, json_option, print_json
+from .options import debug_option, json_option, print_json, say
+
+if TYPE_CHECKING:
+    from tilewright.packer.sources.checkpoint import Checkpoint
 
 
 @click.command("inspect-model")
 @click.argument("path")
 @click.option("--excluded", is_flag=True, help="Show what engines make of the list of unquantized modules instead.")
+@click.option("--checksums", is_flag=True, help="Also read all files and compare them with manifest.json.")
 @json_option
 @debug_option
-def inspect_model(path: str, excluded: bool, as_json: bool) -> None:
+def inspect_model(path: str, excluded: bool, checksums: bool, as_json: bool) -> None:
     """Print what PATH is: scheme, layouts, sizes, experts, and what is left in 16 bits and why.
 
     PATH is a directory, plain, quantized or packed, a .safetensors file or a hub id.
@@ -25,6 +30,8 @@ def inspect_model(path: str, excluded: bool, as_json: bool) -> None:
     from tilewright.packer.sources.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(path)
+    if checksums:
+        _compare_files(checkpoint)
     if excluded:
         views = engine_views(checkpoint)
         if as_json:
@@ -37,3 +44,22 @@ def inspect_model(path: str, excluded: bool, as_json: bool) -> None:
         print_json(found.to_json())
     else:
         click.echo(describe(found))
+
+
+def _compare_files(checkpoint: Checkpoint) -> None:
+    from tilewright.kernels.errors import CheckpointError
+    from tilewright.packer.manifest import check_files
+
+    found = check_files(checkpoint.root, checkpoint.headers)
+    if found is None:
+        raise CheckpointError(
+            f"{checkpoint.root}: --checksums: there is no manifest.json of Tilewright to compare with",
+            hint="leave --checksums out; only what Tilewright wrote has one",
+        )
+    if found.damaged:
+        raise CheckpointError(
+            f"{checkpoint.root}: {len(found.damaged)} of {found.checked} files are not what was written\n"
+            + "\n".join(f"  {line}" for line in found.damaged),
+            hint="fetch or convert them again",
+        )
+    say(f"{found.checked} files are what manifest.json says")

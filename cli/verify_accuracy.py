@@ -21,6 +21,9 @@ what_options = stacked(
     click.option(
         "--decode-steps", type=click.IntRange(0), default=4, show_default=True, help="Last tokens fed one at a time."
     ),
+    click.option(
+        "--checksums/--no-checksums", default=True, help="Compare files with their manifest first; done by default."
+    ),
 )
 threshold_options = stacked(
     click.option("--max-weight-error", type=float, help="Relative error of a tensor; its format's bound by default."),
@@ -56,7 +59,8 @@ def verify_accuracy(
     """Compare CANDIDATE, quantized or packed, with REFERENCE; exit with 3 if it is worse than allowed.
 
     Each level includes those before it: weights compares every tensor, layers runs every packed layer by the bundled
-    kernels, model runs both models on a text, one layer of each in memory at a time.
+    kernels, model runs both models on a text, one layer of each in memory at a time. Files of which a manifest.json
+    tells the SHA-256 must have it.
     """
     if what["level"] == "model" and what["text"] is None:
         raise click.UsageError("--level model needs --text FILE")

@@ -1,8 +1,11 @@
-"""What the manifest of a directory says about how it was made."""
+"""What the manifest of a directory says about how it was made, and whether the files are still what it says."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,3 +35,59 @@ def solver_of(root: Path) -> str | None:
     """Id of the solver that chose the numbers of a directory, through packing too; None where nobody says."""
     solver = read_manifest(root).get("options", {}).get("solver")
     return str(solver) if solver else None
+
+
+@dataclass(frozen=True)
+class FileCheck:
+    """Files compared with their manifest.
+
+    Attributes:
+        checked: How many.
+        damaged: One line for each that differs, with its path.
+    """
+
+    checked: int
+    damaged: tuple[str, ...]
+
+
+def check_files(
+    root: Path, shards: Collection[str], report: Callable[[int, int], None] = lambda done, total: None
+) -> FileCheck | None:
+    """Read every file that the manifest of a directory names, and compare its size and SHA-256.
+
+    Args:
+        root: The directory.
+        shards: Names of the weight files that count; others are left alone.
+        report: Told the files done and their number.
+
+    Returns:
+        What was found, or None if there is no manifest.
+
+    Raises:
+        CheckpointError: The manifest cannot be read.
+    """
+    manifest = read_manifest(root)
+    if not manifest:
+        return None
+    try:
+        stated = {str(name): (int(one["size"]), str(one["sha256"])) for name, one in manifest["files"].items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{root / NAME}: does not say size and SHA-256 of each file: {error!r}") from error
+    names = [name for name in stated if name in shards or not name.endswith(".safetensors")]
+    damaged = []
+    for done, name in enumerate(names, start=1):
+        if reason := _difference(root / name, *stated[name]):
+            damaged.append(f"{root / name}: {reason}")
+        report(done, len(names))
+    return FileCheck(len(names), tuple(damaged))
+
+
+def _difference(path: Path, size: int, digest: str) -> str | None:
+    try:
+        if (found := path.stat().st_size) != size:
+            return f"has {found} bytes, {NAME} says {size}"
+        with path.open("rb") as file:
+            actual = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        return f"cannot be read: {error.strerror}"
+    return None if actual == digest else f"has SHA-256 {actual}, {NAME} says {digest}"

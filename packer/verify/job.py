@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..manifest import FileCheck, check_files
 from ..sources.checkpoint import Checkpoint, open_checkpoint
 from .contents import Contents
 from .directory import read_contents
@@ -19,7 +20,7 @@ from .weights import TensorResult, compare_weights
 Side = tuple[Checkpoint, Contents]
 CompareModels = Callable[[Sequence[Side], "Request", Callable[[int, int], None]], ModelResult]
 Report = Callable[[str, int, int], None]
-"""Told the level, how many of its tensors or layers are done, and how many there are."""
+"""Told the level or `files`, how many of its files, tensors or layers are done, and how many there are."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Request:
         windows: Windows out of it, evenly spaced.
         window: Tokens in each.
         decode_steps: Last tokens of each window that are fed one at a time, with a key-value cache.
+        checksums: Whether files are compared with their manifests first, which reads all of them.
     """
 
     level: Level = "weights"
@@ -41,6 +43,7 @@ class Request:
     windows: int = 256
     window: int = 128
     decode_steps: int = 4
+    checksums: bool = True
 
     def includes(self, level: Level) -> bool:
         """Whether `level` is to be carried out."""
@@ -70,6 +73,7 @@ def verify(
     sides = open_checkpoint(reference), open_checkpoint(candidate)
     contents = read_contents(sides[0]), read_contents(sides[1])
     notes = list(sides[0].notes) + list(sides[1].notes)
+    files = _files(sides, report) if request.checksums else None
     moved = follow_folds(*contents, sides[0].config.get("model_type", ""))
     tensors, histograms = _weights(moved, contents[1], request.thresholds.weight_error, report)
     layers = None
@@ -96,7 +100,20 @@ def verify(
         layers=layers,
         model=model,
         notes=notes,
+        files=files,
     )
+
+
+def _files(sides: Sequence[Checkpoint], report: Report) -> FileCheck | None:
+    """Both sides' files against their manifests; None if neither has one."""
+    found = [
+        check_files(side.root, side.headers, lambda done, total: report("files", done, total))
+        for side in {side.root: side for side in sides}.values()
+    ]
+    checks = [check for check in found if check]
+    if not checks:
+        return None
+    return FileCheck(sum(check.checked for check in checks), tuple(line for check in checks for line in check.damaged))
 
 
 def _weights(

@@ -17,6 +17,7 @@ def summary(document: dict[str, Any]) -> str:
         f"reference  {document['reference']}",
         f"candidate  {document['candidate']}",
         "",
+        *_files(document),
         *_weights(document),
         *_layers(document),
         *_model(document),
@@ -36,6 +37,16 @@ def _row(label: str, text: str) -> str:
 
 def _percent(value: float | None) -> str:
     return "not finite" if value is None else f"{100 * value:.3g}%"
+
+
+def _files(document: dict[str, Any]) -> list[str]:
+    found = document["files"]
+    if not found:
+        return []
+    damaged = len(found["damaged"])
+    return [
+        _row("files", f"{found['checked'] - damaged} are what their manifest says" + f", {damaged} not" * bool(damaged))
+    ]
 
 
 def _weights(document: dict[str, Any]) -> list[str]:

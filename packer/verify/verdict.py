@@ -11,6 +11,7 @@ from typing import Any, Literal
 from tilewright import __version__
 from tilewright.kernels.formats import FORMATS
 
+from ..manifest import FileCheck
 from .histograms import Histogram
 from .results import LayerResult, ModelResult
 from .weights import TensorResult
@@ -49,6 +50,7 @@ class Verification:
         layers: Every packed layer, worst first; None below level `layers`.
         model: Whole-model numbers; None below level `model`.
         notes: Things worth telling.
+        files: Files compared with their manifests; None without any, or if that was not asked for.
     """
 
     reference: str
@@ -60,10 +62,12 @@ class Verification:
     layers: Sequence[LayerResult] | None = None
     model: ModelResult | None = None
     notes: Sequence[str] = ()
+    files: FileCheck | None = None
 
     def failures(self) -> list[str]:
-        """One line for each thing below its threshold, worst first; empty if the candidate passes."""
-        lines = [f"{result.name}: {result.status}: {result.note}" for result in self.tensors if result.failed]
+        """One line for each thing below its threshold, damaged files and then the worst first; empty if all passes."""
+        lines = list(self.files.damaged) if self.files else []
+        lines += [f"{result.name}: {result.status}: {result.note}" for result in self.tensors if result.failed]
         limit = self.thresholds.layer_error
         bad = [layer for layer in self.layers or () if not layer.relative <= limit]
         lines += [f"{layer.name}: kernel output is off by {layer.relative:.3g}, allowed {limit:.3g}" for layer in bad]
@@ -83,6 +87,7 @@ class Verification:
             "candidate": self.candidate,
             "level": self.level,
             "thresholds": asdict(self.thresholds),
+            "files": asdict(self.files) if self.files else None,
             "weights": {
                 "tensors": [_tensor(result) for result in self.tensors],
                 "formats": summarize(self.tensors),

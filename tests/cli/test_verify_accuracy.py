@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -71,14 +73,66 @@ def test_below_the_threshold_exits_with_3(int8: Path, tmp_path: Path, capfd: pyt
     tensors = load_file(bad / "model.safetensors")
     tensors["model.layers.3.self_attn.q_proj.weight_scale"] *= 2
     save_file(tensors, bad / "model.safetensors")
-    assert leave("verify-accuracy", QWEN, bad) == 3
+    assert leave("verify-accuracy", QWEN, bad, "--no-checksums") == 3
     out = capfd.readouterr().out
     assert out.startswith("FAIL  level weights\n")
     assert "below the threshold: 1\n  model.layers.3.self_attn.q_proj.weight: above the bound" in out
-    assert leave("verify-accuracy", QWEN, bad, "--json") == 3
+    assert leave("verify-accuracy", QWEN, bad, "--json", "--no-checksums") == 3
     document = json.loads(capfd.readouterr().out)
+    assert document["files"] is None
     assert document["weights"]["tensors"][0]["name"] == "model.layers.3.self_attn.q_proj.weight"
-    assert leave("verify-accuracy", QWEN, bad, "--max-weight-error", 1.1) == 0
+    assert leave("verify-accuracy", QWEN, bad, "--max-weight-error", 1.1, "--no-checksums") == 0
+
+
+def test_files_are_what_was_written(packed: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    count = len(json.loads((packed / "manifest.json").read_text())["files"])
+    assert leave("verify-accuracy", packed, packed) == 0
+    assert f"files      {count} are what their manifest says\n" in capfd.readouterr().out
+    assert leave("inspect-model", packed, "--checksums", "--json") == 0
+    found = capfd.readouterr()
+    assert json.loads(found.out)["kind"] == "packed"
+    assert found.err == f"{count} files are what manifest.json says\n"
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "reason"),
+    [
+        ("model.safetensors", lambda content: content[:-1] + bytes([content[-1] ^ 1]), "has SHA-256"),
+        ("tokenizer.json", lambda content: content.replace(b"1", b"2", 1), "has SHA-256"),
+        ("tokenizer.json", lambda content: content[:-1], r"has \d+ bytes, manifest.json says"),
+        ("tokenizer.json", None, "cannot be read: No such file"),
+    ],
+)
+def test_a_file_that_is_not_is_named(
+    file: str,
+    change: Callable[[bytes], bytes] | None,
+    reason: str,
+    packed: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    bad = Path(shutil.copytree(packed, tmp_path / "bad"))
+    if change:
+        (bad / file).write_bytes(change((packed / file).read_bytes()))
+    else:
+        (bad / file).unlink()
+    assert leave("verify-accuracy", packed, bad) == 3
+    assert re.search(f"  {bad / file}: {reason}", capfd.readouterr().out)
+    assert leave("inspect-model", bad, "--checksums") == 1
+    assert re.search(f"  {bad / file}: {reason}", capfd.readouterr().err)
+    assert leave("inspect-model", bad) == 0
+    assert file != "tokenizer.json" or leave("verify-accuracy", packed, bad, "--no-checksums") == 0
+
+
+def test_only_what_this_tool_wrote_has_checksums(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert leave("inspect-model", QWEN, "--checksums") == 1
+    assert "no manifest.json of Tilewright" in capfd.readouterr().err
+    assert leave("verify-accuracy", QWEN, QWEN, "--json") == 0
+    assert json.loads(capfd.readouterr().out)["files"] is None
+    copy = Path(shutil.copytree(QWEN, tmp_path / "copy"))
+    (copy / "manifest.json").write_text('{"tilewright": "1", "files": {"config.json": {}}}')
+    assert leave("verify-accuracy", QWEN, copy) == 1
+    assert "does not say size and SHA-256" in capfd.readouterr().err
 
 
 def test_thresholds_of_layers_and_models(packed: Path, capfd: pytest.CaptureFixture[str]) -> None:
