@@ -74,11 +74,8 @@ void compute_together(const Isa& isa, const Linear& p, int64_t tasks) {
   });
 }
 
-Tensor run(Linear& p, const Tensor& x) {
-  std::vector<int64_t> sizes;
-  for (int64_t i = 0; i + 1 < x.dim(); ++i) sizes.push_back(x.size(i));
-  sizes.push_back(p.n);
-  Tensor y = torch::stable::new_empty(x, sizes);
+Tensor run(Linear& p, const Tensor& x, const Tensor* out) {
+  Tensor y = result(x, p.n, out);
   if (p.m == 0 || p.n == 0) return y;
   p.y = y.mutable_data_ptr();
   p.threads = int32_t(torch::stable::get_num_threads());
@@ -111,16 +108,17 @@ Tensor run(Linear& p, const Tensor& x) {
   return y;
 }
 
-Tensor linear_bf16(const Tensor& x, const Tensor& weight, int64_t n, std::optional<Tensor> bias) {
+Tensor linear_bf16(const Tensor* out, const Tensor& x, const Tensor& weight, int64_t n, std::optional<Tensor> bias) {
   Tensor rows;
   Linear p = problem(Kind::bf16, x, n, rows);
   check_contiguous(weight, "weight", ScalarType::BFloat16, "bfloat16");
   check_rows(p, weight, p.padded_k);
   p.bias = checked_bias(bias, n);
-  return run(p, x);
+  return run(p, x, out);
 }
 
-Tensor linear_int8(const Tensor& x, const Tensor& weight, const Tensor& scale, int64_t n, std::optional<Tensor> bias) {
+Tensor linear_int8(const Tensor* out, const Tensor& x, const Tensor& weight, const Tensor& scale, int64_t n,
+                   std::optional<Tensor> bias) {
   Tensor rows;
   Linear p = problem(Kind::int8, x, n, rows);
   check_contiguous(weight, "weight", ScalarType::Char, "int8");
@@ -130,10 +128,11 @@ Tensor linear_int8(const Tensor& x, const Tensor& weight, const Tensor& scale, i
                    " elements, weight has ", p.stored_n, " packed rows");
   p.scale = static_cast<const float*>(scale.const_data_ptr());
   p.bias = checked_bias(bias, n);
-  return run(p, x);
+  return run(p, x, out);
 }
 
-Tensor linear_fp8(const Tensor& x, const Tensor& weight, const Tensor& scale, int64_t n, std::optional<Tensor> bias) {
+Tensor linear_fp8(const Tensor* out, const Tensor& x, const Tensor& weight, const Tensor& scale, int64_t n,
+                  std::optional<Tensor> bias) {
   Tensor rows;
   Linear p = problem(Kind::fp8, x, n, rows);
   check_contiguous(weight, "weight", ScalarType::Float8_e4m3fn, "float8_e4m3fn");
@@ -144,11 +143,11 @@ Tensor linear_fp8(const Tensor& x, const Tensor& weight, const Tensor& scale, in
                    shape(scale), ", a weight of ", n, " x ", p.k, " needs [", scale_rows, ", ", scale_columns, "]");
   p.scale = static_cast<const float*>(scale.const_data_ptr());
   p.bias = checked_bias(bias, n);
-  return run(p, x);
+  return run(p, x, out);
 }
 
-Tensor linear_int4(const Tensor& x, const Tensor& weight, const Tensor& zeros, const Tensor& scale, int64_t n,
-                   std::optional<Tensor> bias, bool int8_activations) {
+Tensor linear_int4(const Tensor* out, const Tensor& x, const Tensor& weight, const Tensor& zeros, const Tensor& scale,
+                   int64_t n, std::optional<Tensor> bias, bool int8_activations) {
   Tensor rows;
   Linear p = problem(int8_activations ? Kind::int4_int8 : Kind::int4_bf16, x, n, rows);
   check_contiguous(weight, "weight", ScalarType::Byte, "uint8");
@@ -171,7 +170,7 @@ Tensor linear_int4(const Tensor& x, const Tensor& weight, const Tensor& zeros, c
   p.zeros = static_cast<const int8_t*>(zeros.const_data_ptr());
   p.scale = static_cast<const float*>(scale.const_data_ptr());
   p.bias = checked_bias(bias, n);
-  return run(p, x);
+  return run(p, x, out);
 }
 
 std::string isa_name() { return isa().name; }
@@ -186,6 +185,12 @@ STABLE_TORCH_LIBRARY(tilewright, m) {
   m.def(
       "linear_int4(Tensor x, Tensor weight, Tensor zeros, Tensor scale, int n, Tensor? bias=None, "
       "bool int8_activations=True) -> Tensor");
+  m.def("linear_bf16.out(Tensor x, Tensor weight, int n, Tensor? bias=None, *, Tensor(a!) out) -> ()");
+  m.def("linear_int8.out(Tensor x, Tensor weight, Tensor scale, int n, Tensor? bias=None, *, Tensor(a!) out) -> ()");
+  m.def("linear_fp8.out(Tensor x, Tensor weight, Tensor scale, int n, Tensor? bias=None, *, Tensor(a!) out) -> ()");
+  m.def(
+      "linear_int4.out(Tensor x, Tensor weight, Tensor zeros, Tensor scale, int n, Tensor? bias=None, "
+      "bool int8_activations=True, *, Tensor(a!) out) -> ()");
   m.def("isa() -> str");
   m.def("isa_report() -> str");
   m.def("select_isa(str name) -> str");
@@ -193,10 +198,14 @@ STABLE_TORCH_LIBRARY(tilewright, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {
-  m.impl("linear_bf16", TORCH_BOX(&tilewright::linear_bf16));
-  m.impl("linear_int8", TORCH_BOX(&tilewright::linear_int8));
-  m.impl("linear_fp8", TORCH_BOX(&tilewright::linear_fp8));
-  m.impl("linear_int4", TORCH_BOX(&tilewright::linear_int4));
+  m.impl("linear_bf16", TORCH_BOX(&tilewright::Op<tilewright::linear_bf16>::fresh));
+  m.impl("linear_bf16.out", TORCH_BOX(&tilewright::Op<tilewright::linear_bf16>::into));
+  m.impl("linear_int8", TORCH_BOX(&tilewright::Op<tilewright::linear_int8>::fresh));
+  m.impl("linear_int8.out", TORCH_BOX(&tilewright::Op<tilewright::linear_int8>::into));
+  m.impl("linear_fp8", TORCH_BOX(&tilewright::Op<tilewright::linear_fp8>::fresh));
+  m.impl("linear_fp8.out", TORCH_BOX(&tilewright::Op<tilewright::linear_fp8>::into));
+  m.impl("linear_int4", TORCH_BOX(&tilewright::Op<tilewright::linear_int4>::fresh));
+  m.impl("linear_int4.out", TORCH_BOX(&tilewright::Op<tilewright::linear_int4>::into));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CompositeExplicitAutograd, m) {

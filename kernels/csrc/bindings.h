@@ -7,6 +7,8 @@
 
 #include <optional>
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "check.h"
 #include "cpu/table.h"
@@ -35,5 +37,39 @@ inline Float float_type(const Tensor& x, const char* name = "x") {
 inline void check_contiguous(const Tensor& t, const char* name, ScalarType type, const char* type_name) {
   TILEWRIGHT_CHECK(t.scalar_type() == type && t.is_contiguous(), name, " must be a contiguous ", type_name, " tensor");
 }
+
+// The addresses from the first to behind the last element.
+inline std::pair<uintptr_t, uintptr_t> extent(const Tensor& t) {
+  const int64_t size = float_type(t, "out") == Float::f32 ? 4 : 2;
+  int64_t last = 0;
+  for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
+  const auto begin = reinterpret_cast<uintptr_t>(t.const_data_ptr());
+  return {begin, t.numel() ? begin + uintptr_t((last + 1) * size) : begin};
+}
+
+// The tensor of a result, x with `columns` in the place of its last size: new, or what the caller gave for it.
+inline Tensor result(const Tensor& x, int64_t columns, const Tensor* out) {
+  std::vector<int64_t> sizes;
+  for (int64_t i = 0; i + 1 < x.dim(); ++i) sizes.push_back(x.size(i));
+  sizes.push_back(columns);
+  if (!out) return torch::stable::new_empty(x, sizes);
+  bool fits = out->dim() == x.dim() && out->is_contiguous() && out->scalar_type() == x.scalar_type();
+  for (int64_t i = 0; fits && i < x.dim(); ++i) fits = out->size(i) == sizes[size_t(i)];
+  TILEWRIGHT_CHECK(fits, "out is ", shape(*out), ", it must be contiguous, of the dtype of x, and x is ", shape(x),
+                   " and has ", columns, " columns in the result");
+  const auto [begin, end] = extent(*out);
+  const auto [x_begin, x_end] = extent(x);
+  TILEWRIGHT_CHECK(end <= x_begin || x_end <= begin, "out must not share memory with x");
+  return *out;
+}
+
+// Two overloads of an operator that writes into `out`, or into a new tensor where that is null.
+template <auto kCompute>
+struct Op;
+template <class... A, Tensor (*kCompute)(const Tensor*, A...)>
+struct Op<kCompute> {
+  static Tensor fresh(A... a) { return kCompute(nullptr, static_cast<A&&>(a)...); }
+  static void into(A... a, const Tensor& out) { kCompute(&out, static_cast<A&&>(a)...); }
+};
 
 }  // namespace tilewright

@@ -190,10 +190,11 @@ std::vector<int32_t> local_experts(const Tensor& ids, int64_t first, int64_t exp
   return local;
 }
 
-Tensor fused_experts(const Tensor& x, const Tensor& topk_weights, const Tensor& topk_ids, const Tensor& w13,
-                     const Tensor& w2, int64_t inner, Optional w13_scale, Optional w2_scale, Optional w13_zeros,
-                     Optional w2_zeros, Optional w13_bias, Optional w2_bias, const std::string& activation,
-                     double alpha, double limit, double routed_scale, bool int8_activations, int64_t first_expert) {
+Tensor fused_experts(const Tensor* out, const Tensor& x, const Tensor& topk_weights, const Tensor& topk_ids,
+                     const Tensor& w13, const Tensor& w2, int64_t inner, Optional w13_scale, Optional w2_scale,
+                     Optional w13_zeros, Optional w2_zeros, Optional w13_bias, Optional w2_bias,
+                     const std::string& activation, double alpha, double limit, double routed_scale,
+                     bool int8_activations, int64_t first_expert) {
   TILEWRIGHT_CHECK(w13.dim() >= 3, "w13 must be a stack of experts, it is ", shape(w13));
   const int64_t experts = w13.size(0);
   Tensor rows;
@@ -212,7 +213,7 @@ Tensor fused_experts(const Tensor& x, const Tensor& topk_weights, const Tensor& 
   TILEWRIGHT_CHECK(first_expert >= 0, "first_expert is ", first_expert);
   const std::vector<int32_t> ids = wide ? local_experts<int64_t>(topk_ids, first_expert, experts)
                                         : local_experts<int32_t>(topk_ids, first_expert, experts);
-  Tensor y = torch::stable::new_empty(x, {x.size(0), x.size(1)});
+  Tensor y = result(x, x.size(1), out);
   const auto* weights = static_cast<const float*>(topk_weights.const_data_ptr());
   run(e, experts, {ids.data(), weights, x.size(0), topk_ids.size(1)}, y);
   return y;
@@ -235,10 +236,10 @@ std::vector<float> gate_weights(const Optional& gate, int64_t tokens) {
   return weights;
 }
 
-Tensor shared_expert(const Tensor& x, const Tensor& w13, const Tensor& w2, int64_t inner, Optional w13_scale,
-                     Optional w2_scale, Optional w13_zeros, Optional w2_zeros, Optional w13_bias, Optional w2_bias,
-                     Optional fused_out, Optional gate, double fused_scale, const std::string& activation, double alpha,
-                     double limit, bool int8_activations) {
+Tensor shared_expert(const Tensor* out, const Tensor& x, const Tensor& w13, const Tensor& w2, int64_t inner,
+                     Optional w13_scale, Optional w2_scale, Optional w13_zeros, Optional w2_zeros, Optional w13_bias,
+                     Optional w2_bias, Optional fused_out, Optional gate, double fused_scale,
+                     const std::string& activation, double alpha, double limit, bool int8_activations) {
   TILEWRIGHT_CHECK(x.dim() >= 2 && x.size(-1) > 0, "x must be [..., hidden], it is ", shape(x));
   const int64_t tokens = x.numel() / x.size(-1);
   const Tensor flat = x.dim() == 2 ? x : torch::stable::reshape(x, {tokens, x.size(-1)});
@@ -255,9 +256,7 @@ Tensor shared_expert(const Tensor& x, const Tensor& w13, const Tensor& w2, int64
   }
   const std::vector<int32_t> ids(size_t(tokens), 0);
   const std::vector<float> weights = gate_weights(gate, tokens);
-  std::vector<int64_t> sizes;
-  for (int64_t i = 0; i < x.dim(); ++i) sizes.push_back(x.size(i));
-  Tensor y = torch::stable::new_empty(x, sizes);
+  Tensor y = result(x, x.size(-1), out);
   run(e, 1, {ids.data(), weights.data(), tokens, 1}, y);
   return y;
 }
@@ -308,23 +307,30 @@ Tensor bmm(const Tensor& a, const Tensor& weight, int64_t n, Optional scale) {
 }  // namespace
 }  // namespace tilewright
 
+#define TILEWRIGHT_FUSED_EXPERTS                                                                             \
+  "(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2, int inner, "                      \
+  "Tensor? w13_scale=None, Tensor? w2_scale=None, Tensor? w13_zeros=None, Tensor? w2_zeros=None, "           \
+  "Tensor? w13_bias=None, Tensor? w2_bias=None, str activation='silu', float alpha=1.702, float limit=7.0, " \
+  "float routed_scale=1.0, bool int8_activations=True, int first_expert=0"
+#define TILEWRIGHT_SHARED_EXPERT                                                                   \
+  "(Tensor x, Tensor w13, Tensor w2, int inner, "                                                  \
+  "Tensor? w13_scale=None, Tensor? w2_scale=None, Tensor? w13_zeros=None, Tensor? w2_zeros=None, " \
+  "Tensor? w13_bias=None, Tensor? w2_bias=None, Tensor? fused_out=None, Tensor? gate=None, "       \
+  "float fused_scale=1.0, str activation='silu', float alpha=1.702, float limit=7.0, "             \
+  "bool int8_activations=True"
+
 STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
-  m.def(
-      "fused_experts(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2, int inner, "
-      "Tensor? w13_scale=None, Tensor? w2_scale=None, Tensor? w13_zeros=None, Tensor? w2_zeros=None, "
-      "Tensor? w13_bias=None, Tensor? w2_bias=None, str activation='silu', float alpha=1.702, float limit=7.0, "
-      "float routed_scale=1.0, bool int8_activations=True, int first_expert=0) -> Tensor");
-  m.def(
-      "shared_expert(Tensor x, Tensor w13, Tensor w2, int inner, "
-      "Tensor? w13_scale=None, Tensor? w2_scale=None, Tensor? w13_zeros=None, Tensor? w2_zeros=None, "
-      "Tensor? w13_bias=None, Tensor? w2_bias=None, Tensor? fused_out=None, Tensor? gate=None, "
-      "float fused_scale=1.0, str activation='silu', float alpha=1.702, float limit=7.0, "
-      "bool int8_activations=True) -> Tensor");
+  m.def("fused_experts" TILEWRIGHT_FUSED_EXPERTS ") -> Tensor");
+  m.def("fused_experts.out" TILEWRIGHT_FUSED_EXPERTS ", *, Tensor(a!) out) -> ()");
+  m.def("shared_expert" TILEWRIGHT_SHARED_EXPERT ") -> Tensor");
+  m.def("shared_expert.out" TILEWRIGHT_SHARED_EXPERT ", *, Tensor(a!) out) -> ()");
   m.def("bmm(Tensor a, Tensor weight, int n, Tensor? scale=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {
-  m.impl("fused_experts", TORCH_BOX(&tilewright::fused_experts));
-  m.impl("shared_expert", TORCH_BOX(&tilewright::shared_expert));
+  m.impl("fused_experts", TORCH_BOX(&tilewright::Op<tilewright::fused_experts>::fresh));
+  m.impl("fused_experts.out", TORCH_BOX(&tilewright::Op<tilewright::fused_experts>::into));
+  m.impl("shared_expert", TORCH_BOX(&tilewright::Op<tilewright::shared_expert>::fresh));
+  m.impl("shared_expert.out", TORCH_BOX(&tilewright::Op<tilewright::shared_expert>::into));
   m.impl("bmm", TORCH_BOX(&tilewright::bmm));
 }

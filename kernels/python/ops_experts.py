@@ -16,8 +16,8 @@ from torch import Tensor
 from . import _native  # noqa: F401  (loads the operators)
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
-_FUSED_EXPERTS = torch.ops.tilewright.fused_experts.default
-_SHARED_EXPERT = torch.ops.tilewright.shared_expert.default
+_FUSED_EXPERTS, _FUSED_EXPERTS_OUT = torch.ops.tilewright.fused_experts.default, torch.ops.tilewright.fused_experts.out
+_SHARED_EXPERT, _SHARED_EXPERT_OUT = torch.ops.tilewright.shared_expert.default, torch.ops.tilewright.shared_expert.out
 
 
 def fused_experts(
@@ -39,6 +39,8 @@ def fused_experts(
     routed_scale: float = 1.0,
     int8_activations: bool = True,
     first_expert: int = 0,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Routed experts: `y = routed_scale * Σ weight * W2(act(gate(x)) * up(x))`, summed in fp32, rounded once.
 
@@ -61,14 +63,15 @@ def fused_experts(
         routed_scale: Factor of the result.
         int8_activations: Of int4: quantize activations to int8 by row (W4A8), or round them to bf16 (W4A16).
         first_expert: Number of the stack's first expert.
+        out: Takes the result: contiguous, of its shape and dtype; must not share memory with an input.
 
     Returns:
-        [T, H] in the dtype of `x`.
+        [T, H] in the dtype of `x`; `out` if that is given.
 
     Raises:
         RuntimeError: A shape, dtype or activation is not one of these; the message names it.
     """
-    result: Tensor = _FUSED_EXPERTS(
+    arguments = (
         x,
         topk_weights,
         topk_ids,
@@ -88,7 +91,16 @@ def fused_experts(
         int8_activations,
         first_expert,
     )
+    if out is not None:
+        _FUSED_EXPERTS_OUT(*arguments, out=out)
+        return out
+    result: Tensor = _FUSED_EXPERTS(*arguments)
     return result
+
+
+@torch.library.register_fake("tilewright::fused_experts.out")
+def _(*_arguments: object, **_options: object) -> None:
+    return
 
 
 @torch.library.register_fake("tilewright::fused_experts")
@@ -114,6 +126,8 @@ def shared_expert(
     alpha: float = 1.702,
     limit: float = 7.0,
     int8_activations: bool = True,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """The expert of every token, and the routed ones' output: `sigmoid(gate) * expert(x) + fused_scale * fused_out`.
 
@@ -137,14 +151,15 @@ def shared_expert(
         alpha: Slope of `clamped_swiglu`.
         limit: Bound of `clamped_swiglu`.
         int8_activations: Of int4: W4A8 or W4A16.
+        out: Takes the result, as in `fused_experts`; may be `fused_out` itself.
 
     Returns:
-        [.., H] in the dtype of `x`, rounded once.
+        [.., H] in the dtype of `x`, rounded once; `out` if that is given.
 
     Raises:
         RuntimeError: A shape, dtype or activation is not one of these; the message names it.
     """
-    result: Tensor = _SHARED_EXPERT(
+    arguments = (
         x,
         w13,
         w2,
@@ -163,7 +178,16 @@ def shared_expert(
         limit,
         int8_activations,
     )
+    if out is not None:
+        _SHARED_EXPERT_OUT(*arguments, out=out)
+        return out
+    result: Tensor = _SHARED_EXPERT(*arguments)
     return result
+
+
+@torch.library.register_fake("tilewright::shared_expert.out")
+def _(*_arguments: object, **_options: object) -> None:
+    return
 
 
 @torch.library.register_fake("tilewright::shared_expert")

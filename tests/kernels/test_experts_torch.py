@@ -99,3 +99,37 @@ def test_rows_in_any_arrangement() -> None:
     assert torch.equal(ops_experts.fused_experts(wide[:, HIDDEN:], WEIGHTS, IDS, **call), expected)
     columns = wide[:, HIDDEN:].T.contiguous().T
     assert torch.equal(ops_experts.fused_experts(columns, WEIGHTS, IDS, **call), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_out_takes_the_result(kind: str) -> None:
+    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    call = arguments(kind)
+    expected = ops_experts.fused_experts(X, WEIGHTS, IDS, **call)
+    memory = torch.full((5, HIDDEN), torch.nan)
+    assert ops_experts.fused_experts(X, WEIGHTS, IDS, **call, out=memory[1:4]).data_ptr() == memory[1:4].data_ptr()
+    assert torch.equal(memory[1:4], expected)
+    assert memory[[0, 4]].isnan().all()
+    operator = torch.ops.tilewright.fused_experts.out
+    torch.library.opcheck(operator, (X, WEIGHTS, IDS), call | {"out": torch.empty(3, HIDDEN)}, test_utils=checks)
+    with pytest.raises(RuntimeError, match="out must not share memory with x"):
+        ops_experts.fused_experts(X, WEIGHTS, IDS, **call, out=X)
+
+    def layer(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return ops_experts.fused_experts(x, WEIGHTS, IDS, **call, out=out) + 1
+
+    out = torch.zeros(3, HIDDEN)
+    assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(X, out), expected + 1)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_shared_expert_is_added_in_place(kind: str) -> None:
+    call = {name: v[0] if isinstance(v, torch.Tensor) else v for name, v in arguments(kind).items()}
+    x = torch.randn(2, 70, HIDDEN)
+    routed = torch.randn(2, 70, HIDDEN)
+    expected = ops_experts.shared_expert(x, **call, fused_out=routed)
+    assert ops_experts.shared_expert(x, **call, fused_out=routed, out=routed) is routed
+    assert torch.equal(routed, expected)
+    with pytest.raises(RuntimeError, match=r"out is \[140, 64\]"):
+        ops_experts.shared_expert(x, **call, out=routed.view(140, HIDDEN))

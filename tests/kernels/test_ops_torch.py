@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -47,3 +48,53 @@ def test_compiles_without_a_graph_break(name: str) -> None:
     assert torch.equal(compiled(*CASES[name]), function(*CASES[name]) + 1)
     x, *rest = CASES[name]
     assert compiled(x.repeat(2, 1).view(2, 3, 64), *rest).shape == (2, 3, 40)
+
+
+def guarded(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor full of NaN, and the memory around it, 64 elements on both sides."""
+    size = math.prod(shape)
+    memory = torch.full((size + 128,), torch.nan, dtype=dtype)
+    return memory[64 : 64 + size].view(shape), memory
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_out_takes_the_result_and_nothing_more(name: str) -> None:
+    x, *rest = CASES[name]
+    for rows in (x[:0], x, x.repeat(40, 1).view(8, 15, 64)):
+        expected = getattr(ops, name)(rows, *rest)
+        out, memory = guarded(expected.shape, x.dtype)
+        assert getattr(ops, name)(rows, *rest, out=out) is out
+        assert torch.equal(out, expected)
+        assert memory[:64].isnan().all()
+        assert memory[-64:].isnan().all()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_out_under_torch(name: str) -> None:
+    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    x, *rest = CASES[name]
+    operator = getattr(torch.ops.tilewright, name).out
+    torch.library.opcheck(operator, (x, *rest), {"out": x.new_empty(3, 40)}, test_utils=checks)
+
+    def layer(given: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return getattr(ops, name)(given, *rest, out=out) + 1
+
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    out = x.new_zeros(3, 40)
+    assert torch.equal(compiled(x, out), getattr(ops, name)(x, *rest) + 1)
+    assert torch.equal(out, getattr(ops, name)(x, *rest))
+
+
+@pytest.mark.parametrize(
+    ("out", "message"),
+    [
+        (torch.empty(3, 41), r"out is \[3, 41\], it must be contiguous, of the dtype of x"),
+        (torch.empty(120), "it must be contiguous"),
+        (torch.empty(3, 80)[:, ::2], "it must be contiguous"),
+        (torch.empty(3, 40).half(), "of the dtype of x"),
+        (X.view(-1)[40:160].view(3, 40), "out must not share memory with x"),
+    ],
+)
+def test_out_of_another_kind_is_refused(out: torch.Tensor, message: str) -> None:
+    with pytest.raises(RuntimeError, match=message):
+        ops.linear_int8(*CASES["linear_int8"], out=out)
