@@ -15,11 +15,16 @@ Cached cached(const Tensor& t, const char* name, const Tensor& q) {
   TILEWRIGHT_CHECK(t.dim() == 4 && t.size(0) == q.size(0) && t.size(2) > 0 && t.size(3) > 0, name, " is ", shape(t),
                    ", it must be [batch, kv_heads, length, size] of the batch of q, which is ", shape(q));
   TILEWRIGHT_CHECK(t.scalar_type() == q.scalar_type(), name, " must be of the dtype of q");
-  TILEWRIGHT_CHECK(t.stride(3) == 1 || t.size(3) == 1, name, " must have rows of consecutive elements");
   return {t.const_data_ptr(), t.size(3), t.stride(0), t.stride(1), t.stride(2)};
 }
 
-Tensor attend(const Tensor& q, const Tensor& key, const Tensor& value, double scale) {
+// With consecutive elements in each row, a copy if need be.
+Tensor in_rows(const Tensor& t) {
+  return t.dim() != 4 || t.stride(3) == 1 || t.size(3) == 1 ? t : torch::stable::contiguous(t);
+}
+
+Tensor attend(const Tensor& queries, const Tensor& keys, const Tensor& values, double scale) {
+  const Tensor q = in_rows(queries), key = in_rows(keys), value = in_rows(values);
   TILEWRIGHT_CHECK(q.dim() == 4 && q.size(2) == 1, "q must be [batch, heads, 1, size], it is ", shape(q));
   Attention p{};
   p.dtype = float_type(q, "q");
@@ -30,9 +35,8 @@ Tensor attend(const Tensor& q, const Tensor& key, const Tensor& value, double sc
                    shape(value));
   TILEWRIGHT_CHECK(q.size(3) == p.key.size && p.kv_heads > 0 && p.heads % p.kv_heads == 0, "q is ", shape(q),
                    ", key is ", shape(key), ": sizes must be equal, and the heads of q a multiple of those of key");
-  const Tensor rows = q.stride(3) == 1 || q.size(3) == 1 ? q : torch::stable::contiguous(q);
-  p.q = rows.const_data_ptr();
-  p.q_batch_stride = rows.stride(0), p.q_stride = rows.stride(1);
+  p.q = q.const_data_ptr();
+  p.q_batch_stride = q.stride(0), p.q_stride = q.stride(1);
   p.scale = float(scale);
   Tensor y = torch::stable::new_empty(q, {p.batch, 1, p.heads, p.value.size});
   p.y = y.mutable_data_ptr();

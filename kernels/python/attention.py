@@ -17,8 +17,8 @@ def attend(q: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
 
     Args:
         q: fp32, bf16 or fp16 [B, H, 1, D].
-        key: [B, H', T, D] of the same dtype, rows of consecutive elements; H is a multiple of H', and consecutive
-            heads of `q` share one of `key`.
+        key: [B, H', T, D] of the same dtype; H is a multiple of H', and consecutive heads of `q` share one of `key`.
+            Rows whose elements are not consecutive are copied.
         value: [B, H', T, D'], likewise.
         scale: Factor of the scores.
 
