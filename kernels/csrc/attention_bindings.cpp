@@ -39,6 +39,7 @@ Tensor attend(const Tensor& queries, const Tensor& keys, const Tensor& values, d
   p.q_batch_stride = q.stride(0), p.q_stride = q.stride(1);
   p.scale = float(scale);
   Tensor y = torch::stable::new_empty(q, {p.batch, 1, p.heads, p.value.size});
+  if (y.numel() == 0) return y;
   p.y = y.mutable_data_ptr();
   p.chunk = std::min(p.length, kChunk);
   p.chunks = ceil_div(p.length, kChunk);

@@ -58,6 +58,10 @@ class PackedCheckpoint(Mapping[str, PackedWeight]):
         self._maps: dict[Path, MappedFile] = {}
         self._modules: dict[str, PackedWeight] = {}
 
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle gets: it maps the files anew."""
+        return {**self.__dict__, "_maps": {}, "_modules": {}}
+
     def __getitem__(self, name: str) -> PackedWeight:
         if name not in self._modules:
             self._modules[name] = self._part(name) if name in self.joined else self._stored(name)

@@ -87,6 +87,23 @@ def test_large_scores_and_numbers_that_are_none() -> None:
     assert attend(q * 0, key, value, 1.0).isnan().all()
 
 
+@pytest.mark.parametrize("rows", [slice(0, 256), slice(256, 512), slice(512, 520), slice(3, 4)])
+def test_minus_infinity_in_all_scores_of_a_chunk_counts_nothing(isa: str, rows: slice) -> None:
+    q, key, value = operands((2, 1, 2, 520, 32, 32), torch.float32)
+    q = q.abs()
+    key[:, :, rows] = -torch.inf
+    y = attend(q, key, value, 0.2)
+    left = torch.ones(520, dtype=torch.bool)
+    left[rows] = False
+    assert close(y, q, key[:, :, left], value[:, :, left], 0.2)
+
+
+@pytest.mark.parametrize(("batch", "heads"), [(0, 4), (2, 0), (0, 0)])
+def test_nothing_to_attend_for(batch: int, heads: int) -> None:
+    y = attend(torch.ones(batch, heads, 1, 8), torch.ones(batch, 2, 5, 8), torch.ones(batch, 2, 5, 6), 1.0)
+    assert y.shape == (batch, 1, heads, 6)
+
+
 def test_opcheck_and_compilation() -> None:
     arguments = (*operands((2, 2, 3, 9, 16, 8)), 0.25)
     torch.library.opcheck(torch.ops.tilewright.attend.default, arguments)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
+import pickle
 import shutil
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -206,6 +208,15 @@ def test_generation_with_and_without_a_cache(model: str, packed: Call) -> None:
     source = AutoModelForCausalLM.from_pretrained(ROOT / "examples/models" / model, dtype=torch.bfloat16).eval()
     assert torch.equal(texts[0], texts[1])
     assert torch.equal(texts[0], source.generate(prompt, max_new_tokens=16, do_sample=False))
+
+
+@pytest.mark.parametrize("model", TINY)
+def test_copies_and_pickles_give_the_same_bits(model: str, packed: Call) -> None:
+    original = tilewright.load_model(packed(model, "int8"))
+    with torch.no_grad():
+        wanted = original(windows()[:1]).logits
+        for other in (copy.deepcopy(original), pickle.loads(pickle.dumps(original))):
+            assert torch.equal(other(windows()[:1]).logits, wanted)
 
 
 def test_nothing_is_left_to_train_or_on_meta(packed: Call) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import shutil
 import sys
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import tilewright
 from tilewright.kernels.errors import CheckpointError, KernelUnavailableError, LayoutError
-from tilewright.kernels.packed import Cut, load_packed
+from tilewright.kernels.packed import Cut, PackedCheckpoint, load_packed
 from tilewright.kernels.safetensors_file import read_header
 
 Call = Callable[..., Path]
@@ -69,6 +71,16 @@ def test_a_tensor_outlives_the_checkpoint(directory: Path) -> None:
     tensor = load_packed(directory).tensor("model.norm.weight")
     shutil.rmtree(directory)
     assert tensor.float().isfinite().all()
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda packed: pickle.loads(pickle.dumps(packed))])
+def test_copies_map_the_files_anew(directory: Path, duplicate: Callable[[PackedCheckpoint], PackedCheckpoint]) -> None:
+    packed = load_packed(directory)
+    module = packed["model.layers.0.self_attn.q_proj"]
+    other = duplicate(packed)["model.layers.0.self_attn.q_proj"]
+    x = torch.randn(2, module.in_features)
+    assert other.weight.data_ptr() != module.weight.data_ptr()
+    assert torch.equal(other(x), module(x))
 
 
 def test_not_finished(directory: Path) -> None:

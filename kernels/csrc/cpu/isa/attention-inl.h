@@ -13,14 +13,15 @@ const float* cached_row(const Cached& c, Float dtype, int64_t offset, int64_t to
   return row;
 }
 
-// score[i] becomes e^(score[i] - largest).
+// score[i] becomes e^(score[i] - largest), close to 0 if all are -inf: other chunks may have what counts.
 struct Weights {
   float largest, sum;
 };
 inline Weights soften(float* score, int64_t count) {
   float largest = score[0], sum = 0;
   for (int64_t i = 1; i < count; ++i) largest = score[i] > largest ? score[i] : largest;
-  for (int64_t i = 0; i < count; ++i) score[i] = exponential(score[i] - largest);
+  const float top = largest < -3.4028235e38f ? 0.0f : largest;
+  for (int64_t i = 0; i < count; ++i) score[i] = exponential(score[i] - top);
   for (int64_t i = 0; i < count; ++i) sum += score[i];
   return {largest, sum};
 }
