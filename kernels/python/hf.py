@@ -64,12 +64,10 @@ def load_model(
             del config.quantization_config
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)
-    except (ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # transformers raises whatever building the model comes upon
         hint = "`load_packed` gives the packed modules without transformers"
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(
-            f"{packed.root}: transformers builds no model of its config: {reason}", hint=hint
-        ) from error
+        reason = f"transformers builds no model of its config: {_line(error)}"
+        raise CheckpointError(f"{packed.root}: {reason}", hint=hint) from error
     used = _replace_modules(model, packed, config)
     fused = fused and device == "cpu"
     if fused:
@@ -87,10 +85,18 @@ def load_model(
         replace_norms(model)
         use_attention(model)
     if (packed.root / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(packed.root)
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(packed.root)
+        except Exception as error:  # likewise
+            reason = f"transformers cannot use generation_config.json: {_line(error)}"
+            raise CheckpointError(f"{packed.root}: {reason}") from error
     model.packed = packed
     model.eval()
     return model  # type: ignore[no-any-return]
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
 
 
 def _ignored(name: str, config: Any) -> bool:
@@ -124,7 +130,7 @@ def _replace_modules(model: nn.Module, packed: PackedCheckpoint, config: Any) ->
 
 
 def _experts(stack: str, old: Any, packed: PackedCheckpoint, config: Any) -> PackedExperts:
-    w13, w2 = packed[f"{stack}.w13"], packed[f"{stack}.w2"]
+    w13, w2 = packed.get(f"{stack}.w13"), packed.get(f"{stack}.w2")
     if not isinstance(w13, PackedStack) or not isinstance(w2, PackedStack):
         raise CheckpointError(f"{packed.root}: `{stack}`: w13 and w2 are not both stacks of experts")
     text = config.get_text_config()

@@ -145,6 +145,18 @@ class ModuleSpec:
             specs["bias"] = TensorSpec(torch.float32, self.shape[:-1])
         return specs
 
+    def _against_sources(self) -> Reject | None:
+        """Why it cannot have been made of the modules that it names, or None if it can."""
+        rows, names, whole = self.source_rows, self.sources, self.whole or self.shape
+        if len(whole) != len(self.shape) or any(size < mine for size, mine in zip(whole, self.shape, strict=True)):
+            return Reject("whole", f"{list(whole)} has no share of {list(self.shape)}")
+        if names and (len(names) != len(rows) or len(set(names)) != len(names)):
+            return Reject("sources", f"{', '.join(names)} are not {len(rows)} modules")
+        number = "{}" if len(self.shape) > 2 else ""
+        if any(number not in name or {"{", "}"} & set(name.replace(number, "", 1)) for name in names):
+            return Reject("sources", f"{', '.join(names)}: `{{}}` must stand once in those of a stack, nowhere else")
+        return None
+
     def _against_joined(self) -> Reject | None:
         """Why its rows cannot be those of the Linears that it names, or None if they can."""
         unit = row_unit(self.format)
@@ -204,6 +216,7 @@ class ModuleSpec:
                 tuple(int(rows) for rows in fields.get("joined", ())),
             )
             reject = layout.accepts(spec.format, spec.shape, spec.parts) or spec._against_joined()
+            reject = reject or spec._against_sources()
         except TilewrightError as error:
             raise LayoutError(f"{module}: {error.message}", hint=error.hint) from error
         except (KeyError, TypeError, ValueError) as error:

@@ -44,6 +44,7 @@ def plan_unpack(checkpoint: Checkpoint) -> Plan:
             made = _unpack_tasks(name, spec, LAYOUTS[spec.source_layout])
             tasks += made
             pieces = {piece.name: piece.spec for task in made for piece in task.pieces}
+            rejects += (Reject(piece, f"is in `{name}` and in another module") for piece in pieces if piece in tensors)
             tensors.update(pieces)
             fates.update(dict.fromkeys(names, Fate("packed", f"back to layout {spec.source_layout}", tuple(pieces))))
     for name in checkpoint.files:
@@ -51,6 +52,8 @@ def plan_unpack(checkpoint: Checkpoint) -> Plan:
         if suffix == INPUT_SCALE and module in modules:
             fates[name] = Fate("dropped", "the largest of the experts' own, made when they were packed")
         elif name not in fates:
+            if name in tensors:
+                rejects.append(Reject(name, "is there, and a module says that it holds it"))
             tensors[name] = checkpoint.spec(name)
             tasks.append(Task((Source(name),), (Piece(name, tensors[name]),), Copy()))
             fates[name] = Fate("copied", "not packed", (name,))

@@ -249,3 +249,36 @@ def test_a_model_that_transformers_does_not_know(packed: Call, tmp_path: Path) -
     (directory / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="transformers builds no model of its config: .*unheard-of"):
         tilewright.load_model(directory)
+
+
+@pytest.mark.parametrize(
+    ("file", "fields", "message"),
+    [
+        ("config.json", {"hidden_act": [64]}, "transformers builds no model of its config: .*hidden_act"),
+        ("config.json", {"hidden_act": "sigh"}, "transformers builds no model of its config: .*sigh"),
+        ("generation_config.json", {"pad_token_id": [1]}, "transformers cannot use generation_config.json"),
+    ],
+)
+def test_configs_that_transformers_cannot_use(
+    packed: Call, tmp_path: Path, file: str, fields: dict[str, object], message: str
+) -> None:
+    directory = Path(shutil.copytree(packed("tiny-qwen3-moe", "int8"), tmp_path / "packed"))
+    path = directory / file
+    config = json.loads(path.read_text()) if path.is_file() else {}
+    path.write_text(json.dumps(config | fields))
+    with pytest.raises(CheckpointError, match=message):
+        tilewright.load_model(directory)
+
+
+def test_experts_without_their_other_stack(packed: Call, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(packed("tiny-qwen3-moe", "int8"), tmp_path / "packed"))
+    file = directory / "model.safetensors"
+    metadata = read_header(file).metadata
+    modules = json.loads(metadata["tilewright.modules"])
+    del modules["model.layers.1.mlp.experts.w2"]
+    save_file(load_file(file), file, metadata | {"tilewright.modules": json.dumps(modules)})
+    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest["files"]["model.safetensors"]["size"] = file.stat().st_size
+    (directory / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="w13 and w2 are not both stacks"):
+        tilewright.load_model(directory)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import pickle
+import re
 import shutil
 import sys
 from collections.abc import Callable
@@ -131,6 +132,28 @@ def test_broken_cut(directory: Path, text: str) -> None:
     rewrite(directory, **{"tilewright.cut": text})
     with pytest.raises(LayoutError, match="describes no cut"):
         load_packed(directory)
+
+
+@pytest.mark.parametrize(
+    ("module", "field", "value", "message"),
+    [
+        ("self_attn.o_proj", "sources", ["a", "b"], "sources: a, b are not 1 modules"),
+        ("self_attn.o_proj", "sources", ["a{}"], "must stand once in those of a stack"),
+        ("mlp.experts.w13", "sources", ["a.{}", "a.{}"], "are not 2 modules"),
+        ("mlp.experts.w13", "sources", ["a.{}", "b"], "must stand once in those of a stack"),
+        ("mlp.experts.w13", "sources", ["a.{}", "b.{}.{x}"], "must stand once in those of a stack"),
+        ("mlp.experts.w2", "parts", 2, "are not 2 modules"),
+        ("self_attn.qkv_proj", "whole", [256], r"whole: \[256\] has no share of"),
+        ("self_attn.qkv_proj", "whole", [256, 32], r"whole: \[256, 32\] has no share of"),
+        ("self_attn.qkv_proj", "sources", ["a", "a", "b"], "are not 3 modules"),
+        ("self_attn.qkv_proj", "joined", [], "are not 1 modules"),
+    ],
+)
+def test_broken_fields_of_a_module(directory: Path, module: str, field: str, value: object, message: str) -> None:
+    modules = json.loads(read_header(directory / FILE).metadata["tilewright.modules"])
+    modules[f"model.layers.0.{module}"][field] = value
+    rewrite(directory, **{"tilewright.modules": json.dumps(modules)})
+    assert re.search(message, refusal(directory))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "5"])

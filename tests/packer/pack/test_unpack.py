@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
+from tilewright.kernels.safetensors_file import read_header
 from tilewright.packer.pack.unpack import plan_unpack
 from tilewright.packer.schemes import SCHEMES
 from tilewright.packer.sources.checkpoint import open_checkpoint
@@ -45,3 +48,18 @@ def test_biases_and_a_tied_head(write: Call, pack: Call, unpack: Call, differenc
 def test_a_plain_directory_is_refused(quantized: Call) -> None:
     (reject,) = plan_unpack(open_checkpoint(quantized("tiny-qwen3-moe", "none"))).rejects
     assert "no packed directory" in str(reject)
+
+
+def test_modules_that_claim_the_same_source_are_refused(packed: Call, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(packed("tiny-qwen3-moe", "int8"), tmp_path / "packed"))
+    file = directory / "model.safetensors"
+    metadata = read_header(file).metadata
+    modules = json.loads(metadata["tilewright.modules"])
+    modules["model.layers.1.self_attn.o_proj"]["sources"] = ["model.layers.0.self_attn.o_proj"]
+    modules["model.layers.2.self_attn.o_proj"]["sources"] = ["model"]
+    tensors = load_file(file) | {"model.weight": torch.ones(3)}
+    save_file(tensors, file, metadata | {"tilewright.modules": json.dumps(modules)})
+    rejects = {reject.name: reject.reason for reject in plan_unpack(open_checkpoint(directory)).rejects}
+    assert rejects.keys() == {f"model.layers.0.self_attn.o_proj.{t}" for t in ("weight", "weight_scale")} | {
+        "model.weight"
+    }
