@@ -162,7 +162,7 @@ class ModuleSpec:
         unit = row_unit(self.format)
         if not self.joined:
             return None
-        if self.parts > 1 or len(self.sources) != len(self.joined) or (sum(self.joined),) != self.shape[:-1]:
+        if self.parts > 1 or not 1 < len(self.joined) == len(self.sources) or (sum(self.joined),) != self.shape[:-1]:
             return Reject("joined", f"{list(self.joined)} are not the rows of its {len(self.sources)} sources")
         if any(rows < 1 or rows % unit for rows in self.joined):
             return Reject("joined", f"{list(self.joined)} are no multiples of {unit}")
@@ -215,6 +215,8 @@ class ModuleSpec:
                 tuple(int(size) for size in fields.get("whole", ())),
                 tuple(int(rows) for rows in fields.get("joined", ())),
             )
+            if len(spec.shape) not in {2, 3}:
+                raise ValueError(f"shape {list(spec.shape)}")
             reject = layout.accepts(spec.format, spec.shape, spec.parts) or spec._against_joined()
             reject = reject or spec._against_sources()
         except TilewrightError as error:

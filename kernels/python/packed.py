@@ -246,6 +246,10 @@ def _read_specs(headers: list[Header]) -> dict[str, ModuleSpec]:
                 specs[name] = ModuleSpec.from_json(name, fields)
             except TilewrightError as error:
                 problems.append(str(error))
+    taken = set(specs)
+    for name, spec in specs.items():
+        problems += [f"{name}: `{part}`, a part of it, is a module already" for part in spec.linears() if part in taken]
+        taken |= spec.linears().keys()
     if problems:
         raise CheckpointError(f"{headers[0].path.parent}: cannot be run:\n  " + "\n  ".join(problems), hint=RUN_HINT)
     return specs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,8 @@ from tilewright.kernels.tensors import QTensor, Reject, TensorSpec
 from ..architectures import text_config
 from .parallel import BY_COLUMNS, BY_ROWS
 
-FUSED = ("qkv_proj", "gate_up_proj", "query_key_value", "in_proj_qkvz")  # several matrices in one, each to be cut
+# Several matrices in one, each to be cut.
+FUSED = re.compile(r"^(?:.*\.)?(?:qkv_proj|gate_up_proj|query_key_value|in_proj_qkvz)(?=\.|$)")
 HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 
 
@@ -121,10 +123,14 @@ def cut_rejects(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], tp: 
         count = text.get(key)
         if isinstance(count, int) and count % tp:
             yield Reject("config.json", f"{key} = {count} is not {tp} equal shares")
+    if tp == 1:
+        return
+    fused = {match[0]: None for name, spec in specs.items() if len(spec.shape) == 2 and (match := FUSED.match(name))}
+    for module in fused:
+        yield Reject(module, "holds several matrices in one, and no rule says how to cut it")
+    head, heads = text.get("head_dim"), text.get("num_attention_heads")
     for name, spec in specs.items():
-        module = name.removesuffix(".weight").rpartition(".")[2]
-        if tp > 1 and module in FUSED and len(spec.shape) == 2:
-            yield Reject(name, "holds several matrices in one, and no rule says how to cut it")
-        head = text.get("head_dim")
-        if tp > 1 and name.endswith(HEAD_NORMS) and isinstance(head, int) and spec.shape != (head,):
+        if name.endswith(HEAD_NORMS) and isinstance(head, int) and spec.shape != (head,):
             yield Reject(name, f"normalises all heads together: {list(spec.shape)}, head_dim = {head}")
+        if name.rpartition(".")[0].endswith("attn") and spec.shape == (heads,):
+            yield Reject(name, f"has a number for each of {heads} heads, and no rule says how to cut it")

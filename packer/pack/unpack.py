@@ -33,8 +33,11 @@ def plan_unpack(checkpoint: Checkpoint) -> Plan:
     rejects: list[Reject] = []
     modules = _modules(checkpoint, rejects)
     for name, spec in modules.items():
-        names = [f"{name}.{suffix}" for suffix in spec.tensors()]
-        if not spec.sources:
+        stored = {f"{name}.{suffix}": expected for suffix, expected in spec.tensors().items()}
+        names = list(stored)
+        if wrong := [full for full in names if full not in checkpoint.files or checkpoint.spec(full) != stored[full]]:
+            rejects += (Reject(full, f"is missing or not what layout `{spec.layout.id}` demands") for full in wrong)
+        elif not spec.sources:
             fates.update(
                 dict.fromkeys(names, Fate("dropped", "made of another module's weight, which is unpacked from there"))
             )

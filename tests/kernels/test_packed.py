@@ -147,6 +147,10 @@ def test_broken_cut(directory: Path, text: str) -> None:
         ("self_attn.qkv_proj", "whole", [256, 32], r"whole: \[256, 32\] has no share of"),
         ("self_attn.qkv_proj", "sources", ["a", "a", "b"], "are not 3 modules"),
         ("self_attn.qkv_proj", "joined", [], "are not 1 modules"),
+        ("self_attn.o_proj", "joined", [64], "are not the rows of its 1 sources"),
+        ("self_attn.o_proj", "shape", [], "broken description"),
+        ("self_attn.qkv_proj", "sources", ["a", "lm_head", "b"], "`lm_head`, a part of it, is a module already"),
+        ("self_attn.qkv_proj", "sources", ["a", "model.layers.1.self_attn.q_proj", "b"], "is a module already"),
     ],
 )
 def test_broken_fields_of_a_module(directory: Path, module: str, field: str, value: object, message: str) -> None:

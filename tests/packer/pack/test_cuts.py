@@ -13,7 +13,7 @@ from tilewright.kernels.formats import BF16, FP8, INT4_G32, INT4_G128, INT8, Wei
 from tilewright.kernels.module_spec import Cut
 from tilewright.kernels.modules import PackedExperts
 from tilewright.kernels.packed import load_packed
-from tilewright.kernels.tensors import QTensor
+from tilewright.kernels.tensors import QTensor, TensorSpec
 from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.pack.cuts import Share, cut_of, cut_rejects
 from tilewright.packer.pack.planner import plan_ranks
@@ -82,6 +82,29 @@ def test_models_that_cannot_be_cut() -> None:
         "--ep: 4 ranks are not 3 equal groups; choose --ep so that it divides --tp",
         "config.json: num_attention_heads = 6 is not 4 equal shares",
         "config.json: num_key_value_heads = 2 is not 4 equal shares",
+    ]
+
+
+def test_matrices_and_numbers_that_no_rule_cuts() -> None:
+    config = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    shapes = {
+        "model.layers.0.self_attn.qkv_proj.weight_packed": (128, 8),
+        "model.layers.0.self_attn.qkv_proj.weight_scale": (128, 2),
+        "model.layers.0.self_attn.q_norm.weight": (64,),
+        "model.layers.0.self_attn.k_norm.weight": (16,),
+        "model.layers.0.self_attn.sinks": (4,),
+        "model.layers.0.mlp.gate_up_proj.weight": (128, 64),
+        "model.layers.0.mlp.down_proj.weight": (64, 64),
+        "model.layers.1.mlp.experts.gate_up_proj": (4, 128, 64),
+        "model.layers.1.mlp.experts.gate_up_proj_bias": (4, 128),
+    }
+    specs = {name: TensorSpec(torch.bfloat16, shape) for name, shape in shapes.items()}
+    assert list(cut_rejects(config, specs, 1, 2)) == []
+    assert [reject.name for reject in cut_rejects(config, specs, 2, 1)] == [
+        "model.layers.0.self_attn.qkv_proj",
+        "model.layers.0.mlp.gate_up_proj",
+        "model.layers.0.self_attn.q_norm.weight",
+        "model.layers.0.self_attn.sinks",
     ]
 
 

@@ -63,3 +63,14 @@ def test_modules_that_claim_the_same_source_are_refused(packed: Call, tmp_path: 
     assert rejects.keys() == {f"model.layers.0.self_attn.o_proj.{t}" for t in ("weight", "weight_scale")} | {
         "model.weight"
     }
+
+
+def test_tensors_that_are_not_what_their_module_needs(packed: Call, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(packed("tiny-qwen3-moe", "int8"), tmp_path / "packed"))
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.layers.0.self_attn.o_proj.weight_scale"]
+    tensors["model.layers.1.mlp.experts.w13.weight_scale"] = torch.tensor(1.0)
+    save_file(tensors, file, read_header(file).metadata)
+    rejects = [reject.name for reject in plan_unpack(open_checkpoint(directory)).rejects]
+    assert rejects == ["model.layers.0.self_attn.o_proj.weight_scale", "model.layers.1.mlp.experts.w13.weight_scale"]
