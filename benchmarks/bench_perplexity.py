@@ -29,8 +29,10 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import tilewright
-from tilewright.kernels.modules import PackedLinear
+from tilewright.kernels.mlp import PackedMlp
+from tilewright.kernels.modules import PackedLinear, PackedWeight
 from tilewright.kernels.reference import quantize_rows
+from tilewright.kernels.reference_experts import gated
 from tilewright.packer.verify.text import evenly_spaced_windows, read_tokens
 
 INT8_ACTIVATIONS = {"int8", "int4-g32", "int4-g64", "int4-g128"}
@@ -39,7 +41,7 @@ INT8_ACTIVATIONS = {"int8", "int4-g32", "int4-g64", "int4-g128"}
 class Simulated(nn.Module):
     """The values that a packed matrix stands for, times activations rounded as its operator rounds them."""
 
-    def __init__(self, packed: PackedLinear) -> None:
+    def __init__(self, packed: PackedWeight) -> None:
         super().__init__()
         spec = packed.spec
         qtensor = spec.layout.unpack(dict(packed.named_buffers()), spec.format, spec.shape, spec.parts)
@@ -57,10 +59,24 @@ class Simulated(nn.Module):
         return (y + self.bias).to(x.dtype).view(*x.shape[:-1], -1)
 
 
-class Noisy(nn.Module):
-    """A packed matrix, one in 10,000 of whose outputs is off by up to one in the last place of bf16."""
+class SimulatedMlp(nn.Module):
+    """A gated MLP of simulated matrices, rounded where its operator rounds: the product of gate and up, to bf16."""
 
-    def __init__(self, packed: PackedLinear, generator: torch.Generator) -> None:
+    def __init__(self, packed: PackedMlp) -> None:
+        super().__init__()
+        self.gate_up = Simulated(packed.gate_up_proj)
+        self.down = Simulated(packed.down_proj)
+        self.activation = packed.activation
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x.float()).chunk(2, -1)
+        return self.down(gated(gate, up, self.activation).bfloat16().float()).to(x.dtype)
+
+
+class Noisy(nn.Module):
+    """A packed module, one in 10,000 of whose outputs is off by up to one in the last place of bf16."""
+
+    def __init__(self, packed: nn.Module, generator: torch.Generator) -> None:
         super().__init__()
         self.packed = packed
         self.generator = generator
@@ -79,10 +95,15 @@ def perplexity(model: nn.Module, windows: torch.Tensor) -> float:
     return math.exp(total / windows[:, 1:].numel())
 
 
-def replaced(model: nn.Module, make: Callable[[PackedLinear], nn.Module]) -> nn.Module:
-    """The model with something in place of each packed Linear."""
+def simulated(packed: nn.Module) -> nn.Module:
+    """What stands for a packed module in the simulation."""
+    return SimulatedMlp(packed) if isinstance(packed, PackedMlp) else Simulated(packed)
+
+
+def replaced(model: nn.Module, make: Callable[[nn.Module], nn.Module]) -> nn.Module:
+    """The model with something in place of each packed Linear and MLP."""
     for name, module in list(model.named_modules()):
-        if isinstance(module, PackedLinear):
+        if isinstance(module, PackedLinear | PackedMlp):
             model.set_submodule(name, make(module))
     return model
 
@@ -97,9 +118,9 @@ def measure(source: Path, scheme: str, windows: torch.Tensor, seeds: int) -> tup
         noisy = []
         for seed in range(seeds):
             generator = torch.Generator().manual_seed(seed)
-            model = replaced(tilewright.load_model(packed, fused=False), partial(Noisy, generator=generator))
+            model = replaced(tilewright.load_model(packed), partial(Noisy, generator=generator))
             noisy.append(perplexity(model, windows))
-        return runs, perplexity(replaced(tilewright.load_model(packed, fused=False), Simulated), windows), noisy
+        return runs, perplexity(replaced(tilewright.load_model(packed), simulated), windows), noisy
 
 
 def main() -> None:
