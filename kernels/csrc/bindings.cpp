@@ -6,6 +6,7 @@
 #include <atomic>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "check.h"
@@ -34,11 +35,8 @@ Linear problem(Kind kind, const Tensor& x, int64_t n, Tensor& rows) {
   p.k = x.size(-1);
   p.m = x.numel() / p.k;
   p.padded_k = round_up(p.k, 32);
-  const bool are_rows = x.dim() == 2 || x.is_contiguous();
-  rows = are_rows ? x : torch::stable::reshape(x, {p.m, p.k});
-  if (rows.stride(-1) != 1 && p.k != 1) rows = torch::stable::contiguous(rows);
+  std::tie(rows, p.x_stride) = rows_of(x);
   p.x = rows.const_data_ptr();
-  p.x_stride = rows.dim() == 2 ? rows.stride(0) : p.k;
   return p;
 }
 

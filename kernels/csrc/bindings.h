@@ -38,6 +38,15 @@ inline void check_contiguous(const Tensor& t, const char* name, ScalarType type,
   TILEWRIGHT_CHECK(t.scalar_type() == type && t.is_contiguous(), name, " must be a contiguous ", type_name, " tensor");
 }
 
+// The rows of x [..., k] and how many elements lie from one to the next: x itself, a copy where its strides say no.
+inline std::pair<Tensor, int64_t> rows_of(const Tensor& x) {
+  const int64_t k = x.size(-1);
+  Tensor rows = x.dim() == 2 || x.is_contiguous() ? x : torch::stable::reshape(x, {x.numel() / k, k});
+  if (rows.stride(-1) != 1 && k != 1) rows = torch::stable::contiguous(rows);
+  const int64_t stride = rows.dim() == 2 ? rows.stride(0) : k;
+  return {std::move(rows), stride};
+}
+
 // The addresses from the first to behind the last element.
 inline std::pair<uintptr_t, uintptr_t> extent(const Tensor& t) {
   const int64_t size = float_type(t, "out") == Float::f32 ? 4 : 2;

@@ -20,18 +20,16 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {
   p.epsilon = float(epsilon);
   TILEWRIGHT_CHECK(weight.dim() == 1 && weight.size(0) == p.k && weight.is_contiguous(), "weight is ", shape(weight),
                    ", it must be [", p.k, "] and contiguous");
-  const int64_t m = x.numel() / p.k;
-  Tensor rows = x.dim() == 2 || x.is_contiguous() ? x : torch::stable::reshape(x, {m, p.k});
-  if (rows.stride(-1) != 1 && p.k != 1) rows = torch::stable::contiguous(rows);
+  const auto [rows, stride] = rows_of(x);
   std::vector<int64_t> sizes;
   for (int64_t i = 0; i < x.dim(); ++i) sizes.push_back(x.size(i));
   Tensor y = torch::stable::new_empty(x, sizes, p.y_dtype == p.dtype ? x.scalar_type() : ScalarType::Float);
   p.x = rows.const_data_ptr();
-  p.x_stride = rows.dim() == 2 ? rows.stride(0) : p.k;
+  p.x_stride = stride;
   p.weight = weight.const_data_ptr();
   p.y = y.mutable_data_ptr();
   const Isa& isa = tilewright::isa();
-  torch::stable::parallel_for(0, m, 1 + (int64_t(1) << 15) / p.k, [&](int64_t begin, int64_t end) {
+  torch::stable::parallel_for(0, x.numel() / p.k, 1 + (int64_t(1) << 15) / p.k, [&](int64_t begin, int64_t end) {
     isa.rms_norm(&p, begin, end, scratch(Scratch::own, norm_bytes(p)));
   });
   return y;

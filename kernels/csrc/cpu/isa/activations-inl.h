@@ -3,7 +3,7 @@
 //
 // Rows are packed in groups of `rows`. A row is cut into 4-byte units (one fp32, two bf16 or four int8); unit u of row
 // r of a group with R rows lies at ((u / span) * R + r) * span + u % span, so a group is read from front to back.
-#include "scalar-inl.h"
+#include "rows-inl.h"
 
 namespace {
 
@@ -11,16 +11,7 @@ inline bool has_int8_activations(Kind kind) { return kind == Kind::int8 || kind 
 
 template <class I>
 void load_row(const Linear* p, int64_t row, float* out) {
-  const int64_t k = p->k;
-  if (p->dtype == Float::f32) {
-    memcpy(out, static_cast<const float*>(p->x) + row * p->x_stride, size_t(k) * 4);
-  } else {
-    const uint16_t* x = static_cast<const uint16_t*>(p->x) + row * p->x_stride;
-    if (p->dtype == Float::f16)
-      I::halves_to_floats(x, out, k);
-    else
-      for (int64_t i = 0; i < k; ++i) out[i] = bf16_to_float(x[i]);
-  }
+  to_floats<I>(element(p->x, p->dtype, row * p->x_stride), p->dtype, p->k, out);
 }
 
 // q = round_half_even(x * (127 / amax)), amax = max(|x|, 1e-7); returns amax / 127. A NaN in x makes the scale NaN.

@@ -8,15 +8,15 @@ namespace {
 
 template <class I>
 const float* cached_row(const Cached& c, Float dtype, int64_t offset, int64_t token, float* row) {
-  const int64_t size = dtype == Float::f32 ? 4 : 2;
-  to_floats<I>(static_cast<const uint8_t*>(c.data) + (offset + token * c.stride) * size, dtype, c.size, row);
+  to_floats<I>(element(c.data, dtype, offset + token * c.stride), dtype, c.size, row);
   return row;
 }
 
-// score[i] becomes e^(score[i] - largest), close to 0 if all are -inf: other chunks may have what counts.
 struct Weights {
-  float largest, sum;
+  float largest, sum;  // of the scores, and of what they became
 };
+
+// score[i] becomes e^(score[i] - largest), close to 0 if all are -inf: other chunks may have what counts.
 inline Weights soften(float* score, int64_t count) {
   float largest = score[0], sum = 0;
   for (int64_t i = 1; i < count; ++i) largest = score[i] > largest ? score[i] : largest;
@@ -30,13 +30,12 @@ inline Weights soften(float* score, int64_t count) {
 template <class I>
 void attend_chunk(const Attention* p, int64_t batch, int64_t kv_head, int64_t number, float* scratch) {
   const int64_t group = p->group(), first = number * p->chunk, count = smaller(p->chunk, p->length - first);
-  const int64_t size = p->dtype == Float::f32 ? 4 : 2;
   float* const queries = scratch;                       // [group, key.size]
   float* const scores = queries + group * p->key.size;  // [group, chunk]
   float* const row = scores + group * p->chunk;
   for (int64_t g = 0; g < group; ++g) {
     const int64_t at = batch * p->q_batch_stride + (kv_head * group + g) * p->q_stride;
-    to_floats<I>(static_cast<const uint8_t*>(p->q) + at * size, p->dtype, p->key.size, queries + g * p->key.size);
+    to_floats<I>(element(p->q, p->dtype, at), p->dtype, p->key.size, queries + g * p->key.size);
   }
   const int64_t keys = batch * p->key.batch_stride + kv_head * p->key.head_stride;
   for (int64_t t = 0; t < count; ++t) {
@@ -74,7 +73,7 @@ void attend(const Attention* p, int64_t task_begin, int64_t task_end, void* scra
 // Joins the chunks of the heads [begin, end) of all sequences, in order, in the place of the first of them.
 template <class I>
 void join_chunks(const Attention* p, int64_t begin, int64_t end) {
-  const int64_t n = p->value.size, size = p->dtype == Float::f32 ? 4 : 2;
+  const int64_t n = p->value.size;
   for (int64_t head = begin; head < end; ++head) {
     float* const parts = p->parts + head * p->chunks * p->part_size();
     float* const total = parts + 2;
@@ -94,7 +93,7 @@ void join_chunks(const Attention* p, int64_t begin, int64_t end) {
         for (int64_t i = 0; i < n; ++i) total[i] += weight * part[2 + i];
     }
     for (int64_t i = 0; i < n; ++i) total[i] /= sum;
-    from_floats<I>(total, p->dtype, n, static_cast<uint8_t*>(p->y) + head * n * size);
+    from_floats<I>(total, p->dtype, n, element(p->y, p->dtype, head * n));
   }
 }
 

@@ -261,11 +261,9 @@ void plan(Linear* p, const Blocking* blocking) {
   const int64_t most = integers ? blocking->int8_chunk : blocking->bf16_chunk;
   const int64_t turn = blocking->turn / (integers ? 1 : 2);
   const bool panel = I::needs_panel(p->m), scaled = p->group || p->kind == Kind::fp8;
-  if (scaled)
-    p->fold = p->kind == Kind::fp8 ? 128 : p->group;
-  else  // where a fold goes on from the sums of the last one, cuts change no bits; for one group of rows they do no
-        // good
-    p->fold = I::kChained && !panel ? p->padded_k : most;
+  // Where a fold goes on from the sums of the last one, cuts change no bits; without a panel they also save no space.
+  const int64_t unscaled = I::kChained && !panel ? p->padded_k : most;
+  p->fold = p->kind == Kind::fp8 ? 128 : scaled ? p->group : unscaled;
   // Without a panel a chunk takes no space: as many folds as there may be share the cost of setting it up.
   const int64_t folds = panel ? most / p->fold : ceil_div(p->padded_k, p->fold);
   p->chunk = p->fold * larger(1, smaller(folds, I::kMaxFolds));

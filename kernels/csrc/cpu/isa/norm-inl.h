@@ -8,13 +8,13 @@ namespace {
 // Rows [begin, end).
 template <class I>
 void rms_norm(const Norm* p, int64_t begin, int64_t end, void* scratch) {
-  const int64_t k = p->k, x_size = p->dtype == Float::f32 ? 4 : 2, y_size = p->y_dtype == Float::f32 ? 4 : 2;
+  const int64_t k = p->k;
   float* const values = static_cast<float*>(scratch);
   float* const weight = values + k;
   void* const rounded = weight + k;
   to_floats<I>(p->weight, p->weight_dtype, k, weight);
   for (int64_t row = begin; row < end; ++row) {
-    to_floats<I>(static_cast<const uint8_t*>(p->x) + row * p->x_stride * x_size, p->dtype, k, values);
+    to_floats<I>(element(p->x, p->dtype, row * p->x_stride), p->dtype, k, values);
     const float scale = 1.0f / __builtin_sqrtf(dot(values, values, k) / float(k) + p->epsilon);
     for (int64_t i = 0; i < k; ++i) values[i] *= scale;
     if (p->dtype != Float::f32) {
@@ -22,7 +22,7 @@ void rms_norm(const Norm* p, int64_t begin, int64_t end, void* scratch) {
       to_floats<I>(rounded, p->dtype, k, values);
     }
     for (int64_t i = 0; i < k; ++i) values[i] *= weight[i];
-    from_floats<I>(values, p->y_dtype, k, static_cast<uint8_t*>(p->y) + row * k * y_size);
+    from_floats<I>(values, p->y_dtype, k, element(p->y, p->y_dtype, row * k));
   }
 }
 

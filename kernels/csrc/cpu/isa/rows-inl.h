@@ -4,6 +4,14 @@
 
 namespace {
 
+// Element `at` of numbers in fp32, bf16 or fp16.
+inline const void* element(const void* data, Float dtype, int64_t at) {
+  return static_cast<const uint8_t*>(data) + at * (dtype == Float::f32 ? 4 : 2);
+}
+inline void* element(void* data, Float dtype, int64_t at) {
+  return static_cast<uint8_t*>(data) + at * (dtype == Float::f32 ? 4 : 2);
+}
+
 template <class I>
 void to_floats(const void* from, Float dtype, int64_t count, float* to) {
   const uint16_t* const bits16 = static_cast<const uint16_t*>(from);
