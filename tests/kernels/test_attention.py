@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewright.kernels import ops, reference
@@ -32,7 +32,7 @@ def close(y: torch.Tensor, q: torch.Tensor, key: torch.Tensor, value: torch.Tens
 
 
 @given(data=st.data())
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25)
 def test_numbers_are_those_of_float64_and_bits_those_of_portable_code(isa: str, data: st.DataObject) -> None:
     draw = data.draw
     lengths = st.one_of(st.integers(1, 40), st.sampled_from([255, 256, 257, 600]))

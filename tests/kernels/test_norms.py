@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
@@ -34,7 +34,7 @@ def llama(weight: torch.Tensor, epsilon: float) -> LlamaRMSNorm:
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60)
 def test_bits_are_those_of_the_reference(isa: str, data: st.DataObject) -> None:
     m, k = data.draw(st.integers(0, 5)), data.draw(st.integers(1, 200))
     dtype, weight_dtype = data.draw(st.sampled_from(DTYPES)), data.draw(st.sampled_from(DTYPES))
@@ -78,18 +78,6 @@ def test_rows_of_any_strides_and_threads() -> None:
     assert same_bits(alone, rms_norm(wide[:, 0, :48], weight, 1e-6))
 
 
-def test_nothing_outside_is_written(isa: str) -> None:
-    """The result is fresh memory of its own; inputs lie between guards that stay."""
-    for k in (1, 33, 95):
-        guarded = torch.full((2 * 64 + 3 * k,), 7.0, dtype=torch.bfloat16)
-        guarded[64 : 64 + 3 * k] = torch.randn(3 * k).bfloat16()
-        before = guarded.clone()
-        x = guarded[64 : 64 + 3 * k].view(3, k)
-        y = rms_norm(x, torch.ones(k).bfloat16(), 1e-6)
-        assert same_bits(guarded, before)
-        assert same_bits(y, reference.rms_norm(x, torch.ones(k).bfloat16(), 1e-6))
-
-
 def test_opcheck_and_compilation() -> None:
     for dtype, weight_dtype in ((torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)):
         x, weight = torch.randn(2, 3, 40).to(dtype), torch.randn(40).to(weight_dtype)
@@ -114,8 +102,8 @@ def test_refusals(x: torch.Tensor, weight: torch.Tensor, message: str) -> None:
         rms_norm(x, weight, 1e-6)
 
 
-class NamedLikeOne(LlamaRMSNorm):
-    """Named `…RMSNorm` below, but centers its input first."""
+class CenteredRMSNorm(LlamaRMSNorm):
+    """Has the name and the attributes, but centers its input first."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return super().forward(hidden_states - hidden_states.mean(-1, keepdim=True))
@@ -129,7 +117,7 @@ class NamedLikeOne(LlamaRMSNorm):
         (GptOssRMSNorm, False),
         (Qwen3NextRMSNorm, False),
         (Qwen3NextRMSNormGated, False),
-        (type("CenteredRMSNorm", (NamedLikeOne,), {}), False),
+        (CenteredRMSNorm, False),
     ],
 )
 def test_only_norms_that_compute_the_same_are_replaced(kind: Any, replaced: bool) -> None:
