@@ -72,7 +72,10 @@ def check_files(
     try:
         stated = {str(name): (int(one["size"]), str(one["sha256"])) for name, one in manifest["files"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(f"{root / NAME}: does not say size and SHA-256 of each file: {error!r}") from error
+        raise CheckpointError(
+            f"{root / NAME}: does not say size and SHA-256 of each file: {error!r}",
+            hint="restore it from where the directory came, or leave the checksums out",
+        ) from error
     names = [name for name in stated if name in shards or not name.endswith(".safetensors")]
     damaged = []
     for done, name in enumerate(names, start=1):

@@ -22,6 +22,7 @@ from .packed import PackedCheckpoint, load_packed
 from .reference_experts import gated
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+WITHOUT_TRANSFORMERS = "`load_packed` gives the packed modules without transformers"
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # Tensors that checkpoints carry and transformers computes or does not use.
 UNUSED = re.compile(r"\.(?:input_scale|input_zero_point|activation_scale|rotary_emb\.inv_freq)$|\.w_[kv]c$|^mtp\.")
@@ -65,9 +66,8 @@ def load_model(
         with torch.device("meta"):
             model: Any = AutoModelForCausalLM.from_config(config)
     except Exception as error:  # transformers raises whatever building the model comes upon
-        hint = "`load_packed` gives the packed modules without transformers"
-        reason = f"transformers builds no model of its config: {_line(error)}"
-        raise CheckpointError(f"{packed.root}: {reason}", hint=hint) from error
+        reason = f"transformers builds no model of its config: {_first_words(error)}"
+        raise CheckpointError(f"{packed.root}: {reason}", hint=WITHOUT_TRANSFORMERS) from error
     used = _replace_modules(model, packed, config)
     fused = fused and device == "cpu"
     if fused:
@@ -88,14 +88,15 @@ def load_model(
         try:
             model.generation_config = GenerationConfig.from_pretrained(packed.root)
         except Exception as error:  # likewise
-            reason = f"transformers cannot use generation_config.json: {_line(error)}"
-            raise CheckpointError(f"{packed.root}: {reason}") from error
+            reason = f"transformers cannot use generation_config.json: {_first_words(error)}"
+            hint = "correct it, or remove it for transformers' defaults"
+            raise CheckpointError(f"{packed.root}: {reason}", hint=hint) from error
     model.packed = packed
     model.eval()
     return model  # type: ignore[no-any-return]
 
 
-def _line(error: Exception) -> str:
+def _first_words(error: Exception) -> str:
     return " ".join(str(error).split())[:300] or type(error).__name__
 
 
@@ -163,7 +164,8 @@ def _gating(subject: str, old: Any, activation: str) -> tuple[str, float, float]
         if torch.allclose(gated(gate, up, candidate, alpha, limit), wanted, rtol=1e-4, atol=1e-4):
             return candidate, alpha, limit
     known = ", ".join(ops_experts.ACTIVATIONS)
-    raise CheckpointError(f"{subject}: {type(old).__name__} gates its experts in another way than {known}")
+    reason = f"{type(old).__name__} gates its experts in another way than {known}"
+    raise CheckpointError(f"{subject}: {reason}", hint=WITHOUT_TRANSFORMERS)
 
 
 def _add_up(model: nn.Module, packed: PackedCheckpoint) -> None:
@@ -175,9 +177,16 @@ def _add_up(model: nn.Module, packed: PackedCheckpoint) -> None:
             hint=f"start it with `torchrun --nproc-per-node {packed.cut.ranks}` and `init_process_group`",
         )
     for module in model.modules():
-        if isinstance(module, PackedExperts | PackedLinear | PackedMlp):
-            last: Any = module.w2 if isinstance(module, PackedExperts) else getattr(module, "down_proj", module)
-            module.reduce = sum_over_ranks if last.spec.is_summand else None
+        match module:
+            case PackedExperts():
+                spec = module.w2.spec
+            case PackedMlp():
+                spec = module.down_proj.spec
+            case PackedLinear():
+                spec = module.spec
+            case _:
+                continue
+        module.reduce = sum_over_ranks if spec.is_summand else None
 
 
 def sum_over_ranks(y: torch.Tensor) -> torch.Tensor:

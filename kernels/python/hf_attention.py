@@ -30,11 +30,12 @@ def attention_forward(
     A single query without a mask sees all of the cache, which is what `attend` computes. Masks (padding, windows,
     several queries), biases and gradients are left to `sdpa`.
     """
-    is_plain = query.shape[2] == 1 and attention_mask is None and not dropout
-    if is_plain and not (query.requires_grad or key.requires_grad or value.requires_grad):
-        is_plain = kwargs.get("softcap") is None and kwargs.get("position_bias") is None
-        if is_plain and query.dtype == key.dtype == value.dtype and query.device.type == "cpu":
-            return attend(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling), None
+    sees_all = query.shape[2] == 1 and attention_mask is None and not dropout
+    biased = kwargs.get("softcap") is not None or kwargs.get("position_bias") is not None
+    gradient = query.requires_grad or key.requires_grad or value.requires_grad
+    fits = query.dtype == key.dtype == value.dtype and query.device.type == "cpu"
+    if sees_all and fits and not biased and not gradient:
+        return attend(query, key, value, query.shape[-1] ** -0.5 if scaling is None else scaling), None
     return sdpa_attention_forward(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
 
 

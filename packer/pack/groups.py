@@ -143,11 +143,11 @@ def join_linears(linears: Mapping[str, Linear], cut: Cut) -> Iterator[Group | Re
         A group for Linears that can be joined, or why they cannot; nothing for those that are not packed.
     """
     for first in linears:
-        path = first[: -len(_tail(first))]
+        path = first.removesuffix(_tail(first))
         for name, tails in JOINED.items():
-            parts = [linears[path + tail] for tail in tails if path + tail in linears]
-            if _tail(first) != tails[0] or len(parts) != len(tails) or path + name in linears:
+            if _tail(first) != tails[0] or path + name in linears or any(path + tail not in linears for tail in tails):
                 continue
+            parts = [linears[path + tail] for tail in tails]
             if any(part.format for part in parts):
                 reason = _against_joining(parts, share_of(tails[0], cut, is_expert=False))
                 weights = tuple(part.weight for part in parts)
