@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,8 @@ def _replace_modules(model: nn.Module, packed: PackedCheckpoint, config: Any) ->
 
 def _experts(stack: str, old: Any, packed: PackedCheckpoint, config: Any) -> PackedExperts:
     w13, w2 = packed.get(f"{stack}.w13"), packed.get(f"{stack}.w2")
+    if len(inspect.signature(old.forward).parameters) != 3:
+        raise CheckpointError(f"{packed.root}: `{stack}`: {type(old).__name__} is not called as routed experts are")
     if not isinstance(w13, PackedStack) or not isinstance(w2, PackedStack):
         raise CheckpointError(f"{packed.root}: `{stack}`: w13 and w2 are not both stacks of experts")
     text = config.get_text_config()
@@ -200,6 +203,10 @@ def _check_linear(name: str, old: nn.Module, packed: PackedCheckpoint) -> None:
     new = packed[name]
     if not isinstance(old, nn.Linear) or not isinstance(new, PackedLinear):
         raise CheckpointError(f"{packed.root}: `{name}` is a packed Linear, in the model it is {type(old).__name__}")
+    if type(old).forward is not nn.Linear.forward:
+        raise CheckpointError(
+            f"{packed.root}: `{name}` is a packed Linear, {type(old).__name__} computes something else"
+        )
     needed, found = [old.out_features, old.in_features], list(new.spec.whole or new.spec.shape)
     if needed != found:
         raise CheckpointError(f"{packed.root}: `{name}` is {found}, the model needs {needed}")
@@ -245,7 +252,7 @@ def _keep_precision(model: nn.Module) -> None:
         weight = module._parameters.get("weight")
         if weight is None or weight.dim() != 2 or isinstance(module, nn.Embedding):
             continue
-        if isinstance(module, nn.Linear):
+        if type(module).forward is nn.Linear.forward:
             model.set_submodule(path, PlainLinear(module))
         else:
             module.register_forward_pre_hook(_to_dtype_of_weight)

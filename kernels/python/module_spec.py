@@ -215,8 +215,8 @@ class ModuleSpec:
                 tuple(int(size) for size in fields.get("whole", ())),
                 tuple(int(rows) for rows in fields.get("joined", ())),
             )
-            if len(spec.shape) not in {2, 3}:
-                raise ValueError(f"shape {list(spec.shape)}")
+            if len(spec.shape) not in {2, 3} or spec.parts < 1 or spec.shape[-2] % spec.parts:
+                raise ValueError(f"{spec.parts} parts of shape {list(spec.shape)}")
             reject = layout.accepts(spec.format, spec.shape, spec.parts) or spec._against_joined()
             reject = reject or spec._against_sources()
         except TilewrightError as error:

@@ -42,5 +42,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
     """The family that config.json names; `UNKNOWN` has only the rules that all families share."""
-    found = {config.get("model_type"), text_config(config).get("model_type")}
-    return next((family for family in ARCHITECTURES.values() if found & set(family.model_types)), UNKNOWN)
+    found = [config.get("model_type"), text_config(config).get("model_type")]
+    return next(
+        (family for family in ARCHITECTURES.values() if any(name in family.model_types for name in found)), UNKNOWN
+    )

@@ -20,6 +20,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from transformers.utils import logging
 
 import tilewright
+from tilewright.kernels import hf
 from tilewright.kernels.errors import CheckpointError
 from tilewright.kernels.mlp import PackedMlp
 from tilewright.kernels.modules import PackedExperts, PackedLinear, PackedWeight
@@ -282,3 +283,25 @@ def test_experts_without_their_other_stack(packed: Call, tmp_path: Path) -> None
     (directory / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="w13 and w2 are not both stacks"):
         tilewright.load_model(directory)
+
+
+class Router(nn.Linear):
+    """A Linear by name only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).sigmoid()
+
+
+def test_subclasses_of_linear_keep_what_they_compute(packed: Call) -> None:
+    holder = nn.Sequential(Router(8, 4).float(), nn.Linear(4, 4).float())
+    x = torch.randn(3, 8)
+    wanted = holder(x)
+    hf._keep_precision(holder)
+    assert isinstance(holder[0], Router)
+    assert torch.equal(holder(x), wanted)
+    assert torch.equal(holder[0](x.bfloat16()), Router.forward(holder[0], x.bfloat16().float()))
+    checkpoint = tilewright.load_packed(packed(TINY[0], "int8"))
+    with pytest.raises(CheckpointError, match="Router computes something else"):
+        hf._check_linear("model.layers.0.self_attn.o_proj", Router(8, 4), checkpoint)
+    with pytest.raises(CheckpointError, match="Router is not called as routed experts are"):
+        hf._experts("model.layers.0.mlp.experts", Router(8, 4), checkpoint, None)

@@ -150,3 +150,19 @@ def test_activations_are_found_by_trying() -> None:
             assert dict(mlp.named_children()) == children
     for kind in (Swapped, Clamped):
         assert find_activation(kind(LlamaConfig(**sizes))) is None
+
+
+class NormedMlp(nn.Module):
+    """An MLP with one more part, whose size the small matrices do not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(HIDDEN, INNER), nn.Linear(HIDDEN, INNER)
+        self.down_proj, self.norm = nn.Linear(INNER, HIDDEN), nn.LayerNorm(INNER)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.norm(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x)))
+
+
+def test_an_mlp_with_more_parts_is_left_alone() -> None:
+    assert find_activation(NormedMlp()) is None

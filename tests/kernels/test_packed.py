@@ -149,6 +149,8 @@ def test_broken_cut(directory: Path, text: str) -> None:
         ("self_attn.qkv_proj", "joined", [], "are not 1 modules"),
         ("self_attn.o_proj", "joined", [64], "are not the rows of its 1 sources"),
         ("self_attn.o_proj", "shape", [], "broken description"),
+        ("self_attn.o_proj", "parts", 0, "0 parts of shape"),
+        ("mlp.experts.w13", "parts", 3, "3 parts of shape"),
         ("self_attn.qkv_proj", "sources", ["a", "lm_head", "b"], "`lm_head`, a part of it, is a module already"),
         ("self_attn.qkv_proj", "sources", ["a", "model.layers.1.self_attn.q_proj", "b"], "is a module already"),
     ],

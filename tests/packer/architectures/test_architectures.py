@@ -130,3 +130,7 @@ def test_the_text_part_of_a_multimodal_config_counts() -> None:
 )
 def test_unwrapped(path: str, bare: str) -> None:
     assert unwrapped(path) == bare
+
+
+def test_a_model_type_that_is_no_name() -> None:
+    assert architecture_of({"model_type": {"a": 1}, "text_config": {"model_type": ["llama"]}}) is UNKNOWN
