@@ -89,15 +89,16 @@ class Calibration:
             return Calibration(text, Method(solver, INNER, act_order=order is not False, **fields))
         return Calibration(text, Method("scales", solver or INNER, **fields)) if text else None
 
-    def planned(self, plan: Plan, output: Path) -> Plan:
+    def planned(self, plan: Plan, checkpoint: Checkpoint, output: Path) -> Plan:
         """The plan that uses what the calibration will find."""
         from tilewright.packer.calibrate.apply import calibrated
+        from tilewright.packer.calibrate.memory import calibration_memory
         from tilewright.packer.calibrate.store import Store
 
         self._store: Store = Store.beside(output)
         plan, wanted = calibrated(plan, self.method, self.text, self._store)
         self._wanted: Wanted = wanted
-        return plan
+        return plan if plan.rejects else replace(plan, memory=calibration_memory(checkpoint, self.method, wanted))
 
     def run(self, plan: Plan, checkpoint: Checkpoint, key: str) -> Plan:
         """Calibrate; the plan returned has what was noticed among its notes."""

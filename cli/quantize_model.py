@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,12 +14,16 @@ from .options import (
     dry_run_option,
     json_option,
     output_argument,
-    print_json,
     run_options,
     say,
     source_argument,
     stacked,
 )
+from .plans import carry_out
+
+if TYPE_CHECKING:
+    from tilewright.packer.engine.gate import Job
+    from tilewright.packer.plan import Plan
 
 SCHEMES = ("block-fp8", "int8", "int4", "w4afp8")  # as the registries have them; a test compares
 SOLVERS = ("rtn", "mse", *CALIBRATING)
@@ -70,14 +74,11 @@ def quantize_model(source: str, output: Path, device: str, dry_run: bool, as_jso
 
     PATTERN is a dotted path, a part of one, a glob, or re:REGEX.
     """
-    from tilewright.packer.engine.gate import Options, prepare
+    from tilewright.packer.engine.gate import Options
     from tilewright.packer.engine.journal import kept_headers
-    from tilewright.packer.engine.pipeline import execute
-    from tilewright.packer.engine.progress import Silent, progress_on
     from tilewright.packer.quantize.planner import plan_quantize
     from tilewright.packer.quantize.requantized import measure
     from tilewright.packer.sources.checkpoint import open_checkpoint
-    from tilewright.packer.summary import summarize
 
     running = Options(**{name: options.pop(name) for name in Options.__dataclass_fields__})
     calibration = Calibration.taken_from(options)
@@ -85,27 +86,29 @@ def quantize_model(source: str, output: Path, device: str, dry_run: bool, as_jso
     checkpoint = open_checkpoint(source, consumed=kept_headers(output) if running.resume else None)
     plan = plan_quantize(checkpoint, request, _device(device))
     if calibration:
-        plan = calibration.planned(plan, output)
-    for note in (*checkpoint.notes, *plan.notes):
-        say(f"note: {note}")
-    job = prepare(plan, checkpoint, output, running)
-    summary = summarize(plan, checkpoint, job, timed=dry_run)
-    if not dry_run:
-        if calibration and not job.finished:
-            plan = calibration.run(plan, checkpoint, job.plan_hash)
-        execute(plan, checkpoint, output, running, Silent() if as_json else progress_on())
-        if calibration:
+        plan = calibration.planned(plan, checkpoint, output)
+
+    def calibrate(plan: Plan, job: Job) -> Plan:
+        return calibration.run(plan, checkpoint, job.plan_hash) if calibration and not job.finished else plan
+
+    def finish() -> dict[str, Any]:
+        if calibration and not dry_run:
             calibration.end()
-    loss = None if dry_run or running.consume else measure(checkpoint, open_checkpoint(output))
-    if loss:
-        say(f"note: {loss}")
-    if as_json:
-        document = summary.document() | {"output": str(output), "dry_run": dry_run}
-        print_json(document | {"second_quantization": vars(loss) if loss else None})
-    elif dry_run:
-        click.echo(summary.table())
-    else:
-        click.echo(f"{output}: {summary.line()}")
+        loss = None if dry_run or running.consume else measure(checkpoint, open_checkpoint(output))
+        if loss:
+            say(f"note: {loss}")
+        return {"second_quantization": vars(loss) if loss else None}
+
+    carry_out(
+        {output: plan},
+        checkpoint,
+        running,
+        dry_run=dry_run,
+        as_json=as_json,
+        timed=dry_run,
+        before=calibrate,
+        after=finish,
+    )
 
 
 def _request(options: dict[str, Any]) -> Any:

@@ -123,6 +123,7 @@ class Plan:
         stale_files: Side files of the source that would be wrong beside the output, and are not copied.
         rejects: Reasons to refuse; a plan with any is never executed.
         notes: Things worth telling that are no reason to refuse.
+        memory: Bytes that what comes before the tasks needs, by estimate: a calibration.
     """
 
     tensors: dict[str, TensorSpec]
@@ -136,3 +137,4 @@ class Plan:
     stale_files: tuple[str, ...] = ()
     rejects: tuple[Reject, ...] = ()
     notes: tuple[str, ...] = ()
+    memory: int = 0

@@ -12,6 +12,7 @@ from ..schemes.base import Target
 from .graph import Fold, reads
 
 Kind = Literal["gptq", "awq", "scales"]
+BATCH_TOKENS = 8192  # tokens that pass a layer at once: bounds the memory of its intermediate results
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,10 @@ from ..verify.dequantized import stream_dequantized
 from ..verify.directory import read_contents
 from ..verify.stream import Call, StreamedModel
 from ..verify.text import evenly_spaced_windows, read_tokens
-from .method import Method, Wanted
+from .method import BATCH_TOKENS, Method, Wanted
 from .observe import observe
 from .solve import LayerSolver, rarely_hit
 from .store import Solution, Store
-
-BATCH_TOKENS = 8192  # tokens that pass a layer at once: bounds the memory of its intermediate results
 
 
 def calibrate_checkpoint(

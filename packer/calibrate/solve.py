@@ -10,9 +10,11 @@ from torch import nn
 
 from tilewright.kernels.errors import SchemeError
 
+from ..heap import FreedMemory
 from ..solvers import SOLVERS
 from ..solvers.gptq import ErrorFeedback
 from .fold import Folder
+from .memory import ROUNDING, SOLVING
 from .method import Method, Wanted
 from .observe import ENOUGH, ExpertInputs, Observed
 from .statistics import InputStatistics
@@ -28,12 +30,14 @@ class LayerSolver:
         wanted: What the plan needs.
         path: Path of the layer.
         solution: What was found so far.
+        freed: Memory that solving has used and no longer does.
     """
 
     method: Method
     wanted: Wanted
     path: str
     solution: Solution = field(default_factory=Solution)
+    freed: FreedMemory = field(default_factory=FreedMemory)
 
     @property
     def with_hessian(self) -> bool:
@@ -89,6 +93,7 @@ class LayerSolver:
         assert statistics.hessian is not None
         solver = ErrorFeedback(SOLVERS[self.method.inner], act_order=self.method.act_order)
         self.solution.weights[name] = solver.solve(weight, statistics.hessian, target.weight_format, target.scale_dtype)
+        self.freed.add(SOLVING * statistics.hessian.numel() + ROUNDING * weight.numel())
 
 
 def rarely_hit(tokens: Mapping[str, int]) -> list[str]:

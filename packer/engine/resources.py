@@ -45,13 +45,13 @@ def memory_plan(plan: Plan, checkpoint: Checkpoint, jobs: int | None, memory: in
 
     Returns:
         Number of workers; bytes that the tasks may need together, at least as much as the largest one does, so that
-        it can run alone; bytes that the process will need at most by estimate.
+        it can run alone; bytes that the process will need at most by estimate, what comes before the tasks included.
     """
     memory = available_memory() * 4 // 5 if memory is None else memory
     sizes = sorted((task_memory(task, checkpoint) for task in plan.tasks), reverse=True)
     workers = max(1, min(jobs or len(os.sched_getaffinity(0)), len(sizes)))
     budget = max(memory - BASE_MEMORY, *sizes[:1], 0)
-    return workers, budget, BASE_MEMORY + min(budget, sum(sizes[:workers]))
+    return workers, budget, BASE_MEMORY + max(min(budget, sum(sizes[:workers])), plan.memory)
 
 
 def available_memory() -> int:

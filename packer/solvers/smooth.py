@@ -15,10 +15,12 @@ import torch
 from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.tensors import QTensor
 
+from ..heap import FreedMemory
 from .base import Solver
 from .blocks import block_amax, encode
 
 STRENGTHS = tuple(step / 10 for step in range(1, 11))  # exponents of the input's size; 0, no scales, is the baseline
+TEMPORARIES = 5  # of the size of a weight, for its output error
 LARGEST = 6  # 2^6 up and down is more than any strength asks for, and far from where bf16 ends
 
 
@@ -52,9 +54,10 @@ def channel_exponents(readers: Sequence[Reader], hessian: torch.Tensor, solver: 
         solver: Chooses the scales of the weights.
     """
     best = torch.zeros(len(hessian), dtype=torch.int8)
-    least = _output_error(readers, best, hessian, solver)
+    freed = FreedMemory()
+    least = _output_error(readers, best, hessian, solver, freed)
     for exponents in _candidates(hessian.diagonal()):
-        error = _output_error(readers, exponents, hessian, solver)
+        error = _output_error(readers, exponents, hessian, solver, freed)
         if error < least:
             best, least = exponents, error
     return best
@@ -69,11 +72,14 @@ def _candidates(power: torch.Tensor) -> Iterator[torch.Tensor]:
         yield (size * strength).round().clamp(-LARGEST, LARGEST).to(torch.int8)
 
 
-def _output_error(readers: Sequence[Reader], exponents: torch.Tensor, hessian: torch.Tensor, solver: Solver) -> float:
+def _output_error(
+    readers: Sequence[Reader], exponents: torch.Tensor, hessian: torch.Tensor, solver: Solver, freed: FreedMemory
+) -> float:
     """Sum of tr(D H D^T) over the readers, D being what quantization changes."""
     factors = torch.exp2(exponents.to(torch.float32))
     total = 0.0
     for reader in readers:
         change = reader.quantized(factors, solver).dequantize() / factors - reader.weight
         total += float(((change @ hessian) * change).sum(dtype=torch.float64))
+        freed.add(TEMPORARIES * reader.weight.nbytes)
     return total
