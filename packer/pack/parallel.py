@@ -78,7 +78,7 @@ def _against(weight: SourceWeight, size: int, kv_heads: Any) -> str | None:
     name = weight.module.rpartition(".")[2]
     fmt = FORMATS[weight.keeps[0]] if weight.quantized and weight.keeps else None
     n, k = weight.shape[-2:]
-    if name in KV and isinstance(kv_heads, int) and size > kv_heads:
+    if name in KV and isinstance(kv_heads, int) and size > kv_heads > 0:
         size = kv_heads  # devices beyond the number of heads hold copies
     if name in BY_ROWS:
         return _against_cut(weight, n, size, fmt.block_n if fmt else 1, "rows")

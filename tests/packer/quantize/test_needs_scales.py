@@ -32,6 +32,16 @@ def test_row_1_576_rows_convert(make_checkpoint: Make, convert: Make) -> None:
     assert done.tensors[f"{LAYER}.self_attn.kv_a_proj_with_mqa.weight_scale_inv"].shape == (5, 16)
 
 
+@pytest.mark.parametrize("heads", [0, -1])
+def test_numbers_of_heads_that_are_none_leave_the_shapes_to_decide(
+    make_checkpoint: Make, convert: Make, heads: int
+) -> None:
+    done = convert(make_checkpoint({f"{LAYER}.self_attn.k_proj.weight": normal(256, 128)}), "block-fp8")
+    found = degrees(done, {"num_key_value_heads": heads})
+    assert found[2] is None
+    assert "256 rows / 4 = 64" in str(found[4])
+
+
 def test_row_2_no_padding_on_disk(make_checkpoint: Make, convert: Make) -> None:
     done = convert(make_checkpoint({f"{LAYER}.mlp.up_proj.weight": normal(4544, 64)}), "block-fp8")
     assert done.tensors[f"{LAYER}.mlp.up_proj.weight"].shape == (4544, 64)
