@@ -19,7 +19,7 @@ from .layouts.gpu_hopper import GPU_HOPPER_W4
 from .mlp import PackedMlp, replace_mlps
 from .modules import PackedExperts, PackedLinear, PackedStack
 from .norms import replace_norms
-from .packed import PackedCheckpoint, load_packed
+from .packed import RUN_HINT, PackedCheckpoint, load_packed
 from .reference_experts import gated
 
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -134,9 +134,10 @@ def _replace_modules(model: nn.Module, packed: PackedCheckpoint, config: Any) ->
 def _experts(stack: str, old: Any, packed: PackedCheckpoint, config: Any) -> PackedExperts:
     w13, w2 = packed.get(f"{stack}.w13"), packed.get(f"{stack}.w2")
     if len(inspect.signature(old.forward).parameters) != 3:
-        raise CheckpointError(f"{packed.root}: `{stack}`: {type(old).__name__} is not called as routed experts are")
+        reason = f"{type(old).__name__} is not called as routed experts are"
+        raise CheckpointError(f"{packed.root}: `{stack}`: {reason}", hint=WITHOUT_TRANSFORMERS)
     if not isinstance(w13, PackedStack) or not isinstance(w2, PackedStack):
-        raise CheckpointError(f"{packed.root}: `{stack}`: w13 and w2 are not both stacks of experts")
+        raise CheckpointError(f"{packed.root}: `{stack}`: w13 and w2 are not both stacks of experts", hint=RUN_HINT)
     text = config.get_text_config()
     activation = str(getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", ""))
     activation, alpha, limit = _gating(f"{packed.root}: `{stack}`", old, ACTIVATIONS.get(activation, activation))
@@ -202,11 +203,11 @@ def sum_over_ranks(y: torch.Tensor) -> torch.Tensor:
 def _check_linear(name: str, old: nn.Module, packed: PackedCheckpoint) -> None:
     new = packed[name]
     if not isinstance(old, nn.Linear) or not isinstance(new, PackedLinear):
-        raise CheckpointError(f"{packed.root}: `{name}` is a packed Linear, in the model it is {type(old).__name__}")
+        reason = f"`{name}` is a packed Linear, in the model it is {type(old).__name__}"
+        raise CheckpointError(f"{packed.root}: {reason}", hint=WITHOUT_TRANSFORMERS)
     if type(old).forward is not nn.Linear.forward:
-        raise CheckpointError(
-            f"{packed.root}: `{name}` is a packed Linear, {type(old).__name__} computes something else"
-        )
+        reason = f"`{name}` is a packed Linear, {type(old).__name__} computes something else"
+        raise CheckpointError(f"{packed.root}: {reason}", hint=WITHOUT_TRANSFORMERS)
     needed, found = [old.out_features, old.in_features], list(new.spec.whole or new.spec.shape)
     if needed != found:
         raise CheckpointError(f"{packed.root}: `{name}` is {found}, the model needs {needed}")

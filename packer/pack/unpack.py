@@ -15,6 +15,8 @@ from ..sources.checkpoint import Checkpoint
 from .planner import is_packed
 from .steps import UnpackStep
 
+DAMAGED_HINT = "the directory is damaged; fetch it or pack it again"
+
 
 def plan_unpack(checkpoint: Checkpoint) -> Plan:
     """Decide how every packed module becomes the tensors of its sources again; all other tensors are copied.
@@ -36,7 +38,8 @@ def plan_unpack(checkpoint: Checkpoint) -> Plan:
         stored = {f"{name}.{suffix}": expected for suffix, expected in spec.tensors().items()}
         names = list(stored)
         if wrong := [full for full in names if full not in checkpoint.files or checkpoint.spec(full) != stored[full]]:
-            rejects += (Reject(full, f"is missing or not what layout `{spec.layout.id}` demands") for full in wrong)
+            reason = f"is missing or not what layout `{spec.layout.id}` demands"
+            rejects += (Reject(full, reason, DAMAGED_HINT) for full in wrong)
         elif not spec.sources:
             fates.update(
                 dict.fromkeys(names, Fate("dropped", "made of another module's weight, which is unpacked from there"))
@@ -47,7 +50,8 @@ def plan_unpack(checkpoint: Checkpoint) -> Plan:
             made = _unpack_tasks(name, spec, LAYOUTS[spec.source_layout])
             tasks += made
             pieces = {piece.name: piece.spec for task in made for piece in task.pieces}
-            rejects += (Reject(piece, f"is in `{name}` and in another module") for piece in pieces if piece in tensors)
+            reason = f"is in `{name}` and in another module"
+            rejects += (Reject(piece, reason, DAMAGED_HINT) for piece in pieces if piece in tensors)
             tensors.update(pieces)
             fates.update(dict.fromkeys(names, Fate("packed", f"back to layout {spec.source_layout}", tuple(pieces))))
     for name in checkpoint.files:
@@ -56,7 +60,7 @@ def plan_unpack(checkpoint: Checkpoint) -> Plan:
             fates[name] = Fate("dropped", "the largest of the experts' own, made when they were packed")
         elif name not in fates:
             if name in tensors:
-                rejects.append(Reject(name, "is there, and a module says that it holds it"))
+                rejects.append(Reject(name, "is there, and a module says that it holds it", DAMAGED_HINT))
             tensors[name] = checkpoint.spec(name)
             tasks.append(Task((Source(name),), (Piece(name, tensors[name]),), Copy()))
             fates[name] = Fate("copied", "not packed", (name,))
