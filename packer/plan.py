@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from tilewright.kernels.errors import SchemeError
 from tilewright.kernels.tensors import Reject, TensorSpec
 
 
@@ -40,17 +41,18 @@ class Piece:
 
 
 class NotFiniteError(Exception):
-    """A step met a NaN or an infinity; who runs it knows what the tensor is called.
+    """A step met a NaN or an infinity; its task knows what the tensor is called.
 
     Attributes:
         number: Of the source in the task.
         index: Of the element in that source.
         value: The element.
+        hint: The way out.
     """
 
-    def __init__(self, number: int, index: list[int], value: float) -> None:
+    def __init__(self, number: int, index: list[int], value: float, hint: str) -> None:
         super().__init__(f"element {index} of source {number} is {value}")
-        self.number, self.index, self.value = number, index, value
+        self.number, self.index, self.value, self.hint = number, index, value, hint
 
 
 class Step(Protocol):
@@ -61,7 +63,7 @@ class Step(Protocol):
 
         Raises:
             NotFiniteError: A source holds a value that no step may pass on.
-            SchemeError: The same, if the step can say more about it.
+            SchemeError: Something else is wrong with the numbers.
         """
 
 
@@ -87,6 +89,20 @@ class Task:
     sources: tuple[Source, ...]
     pieces: tuple[Piece, ...]
     step: Step
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """What `step` makes of the sources' tensors, by output name.
+
+        Raises:
+            SchemeError: The numbers of a source cannot be converted; a NaN or an infinity is named by tensor and index.
+        """
+        try:
+            return self.step.run(tensors)
+        except NotFiniteError as error:
+            source = self.sources[error.number]
+            index = error.index if source.index is None else [source.index, *error.index]
+            reason = f"{source.name}{index} is {error.value}; only finite weights can be converted"
+            raise SchemeError(reason, hint=error.hint) from None
 
 
 FateKind = Literal["quantized", "dequantized", "packed", "copied", "dropped"]

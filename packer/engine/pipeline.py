@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-
 from tilewright.kernels.errors import SchemeError
 from tilewright.kernels.tensors import TensorSpec
 
-from ..plan import Copy, NotFiniteError, Plan, Task
+from ..plan import Copy, Plan, Task
 from ..sources.checkpoint import Checkpoint
 from .failures import one_clear_message
 from .gate import Job, Options, prepare
@@ -162,7 +160,7 @@ class _Run:
         self._announce(shard, writer)
 
     def _compute(self, writer: FileWriter, shard: ShardPlan, task: Task) -> None:
-        given = self._given(task)
+        given = dict(task.run([self._checkpoint.tensor(source) for source in task.sources]))
         for source in task.sources:
             self._checkpoint.forget(source)
         for piece in task.pieces:
@@ -171,17 +169,6 @@ class _Run:
             assert got == piece.spec, f"{piece.name}: {piece.spec} is planned, {task.step} gives {got}"
             writer.write(shard.offsets[piece.name] + piece.offset, tensor.contiguous())
         assert not given, f"{task.step} also gives {sorted(given)}, which is not planned"
-
-    def _given(self, task: Task) -> dict[str, torch.Tensor]:
-        try:
-            return dict(task.step.run([self._checkpoint.tensor(source) for source in task.sources]))
-        except NotFiniteError as error:
-            source = task.sources[error.number]
-            index = error.index if source.index is None else [source.index, *error.index]
-            raise SchemeError(
-                f"{source.name}{index} is {error.value}; only finite weights can be packed",
-                hint="the source is damaged; fetch it or convert it again",
-            ) from None
 
     def _open(self, number: int, shard: ShardPlan) -> FileWriter:
         with self._committed:  # without room for more, files are finished before the next but one is begun

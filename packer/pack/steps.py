@@ -84,7 +84,7 @@ class PackStep:
             NotFiniteError: A source holds a NaN or an infinity, as a weight, a code or a scale.
         """
         if bad := first_bad(sources):
-            raise NotFiniteError(*bad)
+            raise NotFiniteError(*bad, "the source is damaged; fetch it or convert it again")
         result: dict[str, torch.Tensor] = {}
         start = 0
         for part in self.parts:

@@ -60,15 +60,13 @@ class Emitter:
         self._task([name], (Source(name),), {output: self.specs[name]}, Copy(), "copied", reason)
 
     def _convert(self, decision: Decision) -> None:
-        weight, index = decision.weight, decision.index
+        weight = decision.weight
         assert weight
         step = QuantizeStep(
             reader=weight.reader,
             parts=decision.parts,
             solver=self.solver,
             k=self._columns(decision),
-            names=weight.tensors,
-            index=index,
             keeps=weight.keeps,
             device=self.device,
         )

@@ -11,20 +11,22 @@ from tilewright.kernels.errors import SchemeError
 from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.tensors import QTensor, TensorSpec
 
+from ..plan import NotFiniteError
 from ..schemes.base import Target
 from ..solvers import SOLVERS
 from ..solvers.base import Solver
 from ..solvers.blocks import block_amax, encode
 from ..sources.base import Reader, first_bad
 
+DAMAGED = "the source is damaged or its training diverged; --exclude copies the module as it is"
 STRIP = 1 << 20  # elements in work at a time
 
 
-class NotFiniteError(Exception):
-    """A weight holds a NaN or an infinity; row and column say where."""
+class BadElementError(Exception):
+    """An element of a matrix, as its reader gives it, is NaN or infinite; row and column say which."""
 
     def __init__(self, row: int, column: int, value: float) -> None:
-        super().__init__()
+        super().__init__(f"element [{row}, {column}] is {value}")
         self.row, self.column, self.value = row, column, value
 
 
@@ -47,7 +49,7 @@ def quantize_matrix(
         device: Where the arithmetic is done; the numbers are the same everywhere.
 
     Raises:
-        NotFiniteError: A value is NaN or infinite.
+        BadElementError: A value is NaN or infinite.
     """
     n, k = shape
     unit = max(fmt.block_n, 1)
@@ -61,7 +63,7 @@ def quantize_matrix(
         amax = block_amax(strip, fmt) if fmt.has_scales else strip.abs().amax()
         if not torch.isfinite(amax).all():
             row, column = (~torch.isfinite(strip)).nonzero()[0].tolist()
-            raise NotFiniteError(start + row, column, float(strip[row, column]))
+            raise BadElementError(start + row, column, float(strip[row, column]))
         if scales is None:
             codes[start:stop] = strip.to(fmt.code_dtype)
             continue
@@ -112,8 +114,6 @@ class QuantizeStep:
         parts: The output matrices.
         solver: Id of the solver.
         k: Columns of the matrix.
-        names: Names of the source tensors, for messages.
-        index: Expert, or None.
         keeps: Weight formats that the source already has, whose codes are taken over as they are.
         device: Where the arithmetic is done.
     """
@@ -122,8 +122,6 @@ class QuantizeStep:
     parts: tuple[Part, ...]
     solver: str
     k: int
-    names: tuple[str, ...]
-    index: int | None = None
     keeps: tuple[str, ...] = ()
     device: str = "cpu"
 
@@ -131,7 +129,8 @@ class QuantizeStep:
         """Turn the source's tensors into the output tensors, by name.
 
         Raises:
-            SchemeError: A value is NaN or infinite.
+            NotFiniteError: A source holds a NaN or an infinity.
+            SchemeError: A code times its scale is one.
         """
         outputs: dict[str, torch.Tensor] = {}
         for part in self.parts:
@@ -162,22 +161,11 @@ class QuantizeStep:
         try:
             solver = SOLVERS[self.solver]
             return quantize_matrix(read, (part.count, self.k), fmt, solver, target.scale_dtype, self.device)
-        except NotFiniteError as error:
-            raise self._refusal(sources, part, error) from None
-
-    def _refusal(self, sources: Sequence[torch.Tensor], part: Part, error: NotFiniteError) -> SchemeError:
-        """Name the element in the coordinates of the tensor in which it lies."""
-        found = first_bad(sources)
-        if found is None:
-            where, value = f"{part.module}[{error.row}, {error.column}] (code times scale)", error.value
-        else:
-            number, index, value = found
-            prefix = [] if self.index is None else [self.index]
-            where = f"{self.names[number]}{prefix + index}"
-        return SchemeError(
-            f"{where} is {value}; only finite weights can be quantized",
-            hint="the source is damaged or its training diverged; --exclude copies the module as it is",
-        )
+        except BadElementError as error:
+            if bad := first_bad(sources):
+                raise NotFiniteError(*bad, DAMAGED) from None
+            where = f"{part.module}[{error.row}, {error.column}] (code times scale)"
+            raise SchemeError(f"{where} is {error.value}; only finite weights can be converted", hint=DAMAGED) from None
 
 
 def _keep(q: QTensor | None, rows: tuple[int, int, int]) -> QTensor | None:

@@ -35,7 +35,7 @@ def expected(checkpoint: Checkpoint, plan: Plan) -> dict[str, torch.Tensor]:
     for task in plan.tasks:
         sources = [checkpoint.tensor(source) for source in task.sources]
         copied = {piece.name: tensor for piece, tensor in zip(task.pieces, sources, strict=False)}
-        given = copied if isinstance(task.step, Copy) else task.step.run(sources)
+        given = copied if isinstance(task.step, Copy) else task.run(sources)
         for piece in task.pieces:
             raw = given[piece.name].reshape(-1).view(torch.uint8)
             buffers[piece.name][piece.offset : piece.offset + len(raw)] = raw

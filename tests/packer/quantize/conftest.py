@@ -44,7 +44,7 @@ def execute(plan: Plan, checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     for task in plan.tasks:
         sources = [checkpoint.tensor(source) for source in task.sources]
         copied = isinstance(task.step, Copy)
-        made = {task.pieces[0].name: sources[0]} if copied else task.step.run(sources)
+        made = {task.pieces[0].name: sources[0]} if copied else task.run(sources)
         assert {piece.name: piece.spec for piece in task.pieces} == {
             name: TensorSpec.of(tensor) for name, tensor in made.items()
         }
