@@ -193,10 +193,18 @@ def _add_up(model: nn.Module, packed: PackedCheckpoint) -> None:
         module.reduce = sum_over_ranks if spec.is_summand else None
 
 
+# The last sum stays ours until the next one. Otherwise a thread of gloo may be its last owner and free its tensor while
+# the interpreter ends, which takes the process down (seen with torch 2.13 and Python 3.11).
+_LAST_WORK: list[distributed.Work] = []
+
+
 def sum_over_ranks(y: torch.Tensor) -> torch.Tensor:
     """The sum of every rank's `y`, added in fp32."""
     total = y.to(torch.float32)
-    distributed.all_reduce(total)
+    work = distributed.all_reduce(total, async_op=not torch.compiler.is_compiling())
+    if work is not None:
+        work.wait()
+        _LAST_WORK[:] = [work]
     return total.to(y.dtype)
 
 
