@@ -15,7 +15,7 @@ from tilewright.kernels import ops
 from tilewright.kernels.errors import KernelUnavailableError
 
 ROOT = Path(__file__).parent.parent.parent
-OBJECTS = sorted((ROOT / "build").glob("*/CMakeFiles/[ic]*_*.dir/**/*.o"))  # isa_*, convert_*
+OBJECTS = sorted((ROOT / "build").glob("py3-*/CMakeFiles/[ic]*_*.dir/**/*.o"))  # isa_*, convert_*; not of `sanitized`
 
 
 def _isa_under(value: str) -> subprocess.CompletedProcess[str]:
