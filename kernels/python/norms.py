@@ -76,7 +76,9 @@ def replace_norms(model: nn.Module) -> None:
         kind = type(module)
         if not kind.__name__.endswith("RMSNorm") or not hasattr(module, "variance_epsilon") or module._buffers:
             continue
-        if same.setdefault(kind, _computes_rms_norm(module)):
+        if kind not in same:
+            same[kind] = _computes_rms_norm(module)
+        if same[kind]:
             model.set_submodule(path, RmsNorm(module.weight, module.variance_epsilon))
 
 
