@@ -78,7 +78,7 @@ struct Avx512Panels {
       }
       return;
     }
-    const int64_t fold = k / c.fold, at = fold * (c.fold * 16 + 128) + k % c.fold * 16;
+    const int64_t fold = k / c.fold, at = fold * c.fold_bytes + k % c.fold * 16;
     const __m512i zero0 = load_zeros(c.zeros + fold * kBlockN), zero1 = load_zeros(c.zeros + fold * kBlockN + 16);
     if (kind == Kind::int4_int8)
       quads(c.weights + at, c.ahead + at, columns / 4, zero0, zero1, out);
@@ -110,7 +110,7 @@ struct Avx512Panels {
   template <int R>
   static void multiply_int4(const Chunk& c, const uint32_t* a, int64_t span, const int32_t* row_sums, int64_t stride) {
     for (int64_t f = 0; f < c.folds; ++f) {
-      const int64_t at = f * (c.fold * 16 + 128);
+      const int64_t at = f * c.fold_bytes;
       const uint8_t *from = c.weights + at, *ahead = c.ahead + at;
       __m512i low[R], high[R];  // products of columns 0-7 and 16-23; of 8-15 and 24-31
       for (int r = 0; r < R; ++r) low[r] = high[r] = _mm512_setzero_si512();

@@ -94,20 +94,6 @@ void down(const Experts* e, const Routed* routed, int64_t block_begin, int64_t b
   }
 }
 
-template <class I>
-void load_values(const void* from, Float dtype, int64_t at, int64_t count, float* to) {
-  if (dtype == Float::f32) {
-    memcpy(to, static_cast<const float*>(from) + at, size_t(count) * 4);
-  } else {
-    uint16_t bits16[kBlockN] = {};
-    memcpy(bits16, static_cast<const uint16_t*>(from) + at, size_t(count) * 2);
-    if (dtype == Float::f16)
-      I::halves_to_floats(bits16, to, kBlockN);
-    else
-      for (int i = 0; i < kBlockN; ++i) to[i] = bf16_to_float(bits16[i]);
-  }
-}
-
 // y = round(total * routed_scale + add * add_scale) for all tokens and some blocks of columns.
 template <class I>
 void store_rows(const Experts* e, int64_t block_begin, int64_t block_end, const float* total) {
@@ -119,7 +105,7 @@ void store_rows(const Experts* e, int64_t block_begin, int64_t block_end, const 
       float v[kBlockN], add[kBlockN] = {};
       for (int i = 0; i < kBlockN; ++i) v[i] = total[i] * e->routed_scale;
       if (e->add) {
-        load_values<I>(e->add, y.dtype, t * y.n + column, count, add);
+        to_floats<I>(element(e->add, y.dtype, t * y.n + column), y.dtype, count, add);
         for (int i = 0; i < kBlockN; ++i) v[i] += add[i] * e->add_scale;
       }
       store_row<I>(v, &y, t, column, count);
