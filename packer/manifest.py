@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -10,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.kernels.errors import CheckpointError
-
-NAME = "manifest.json"
+from tilewright.kernels.manifest import MANIFEST_FILE, difference
 
 
 def read_manifest(root: Path) -> dict[str, Any]:
@@ -20,7 +18,7 @@ def read_manifest(root: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: It is there and cannot be read.
     """
-    path = root / NAME
+    path = root / MANIFEST_FILE
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -73,24 +71,13 @@ def check_files(
         stated = {str(name): (int(one["size"]), str(one["sha256"])) for name, one in manifest["files"].items()}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{root / NAME}: does not say size and SHA-256 of each file: {error!r}",
+            f"{root / MANIFEST_FILE}: does not say size and SHA-256 of each file: {error!r}",
             hint="restore it from where the directory came, or leave the checksums out",
         ) from error
     names = [name for name in stated if name in shards or not name.endswith(".safetensors")]
     damaged = []
     for done, name in enumerate(names, start=1):
-        if reason := _difference(root / name, *stated[name]):
+        if reason := difference(root / name, *stated[name]):
             damaged.append(f"{root / name}: {reason}")
         report(done, len(names))
     return FileCheck(len(names), tuple(damaged))
-
-
-def _difference(path: Path, size: int, digest: str) -> str | None:
-    try:
-        if (found := path.stat().st_size) != size:
-            return f"has {found} bytes, {NAME} says {size}"
-        with path.open("rb") as file:
-            actual = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    return None if actual == digest else f"has SHA-256 {actual}, {NAME} says {digest}"

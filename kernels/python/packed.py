@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -12,6 +11,7 @@ import torch
 
 from .errors import CheckpointError, KernelUnavailableError, TilewrightError
 from .gpu.reorder import reorder, reordered_spec
+from .manifest import MANIFEST_FILE, difference
 from .module_spec import INPUT_SCALE, PACKED_VERSION, Cut, ModuleSpec, described_modules
 from .modules import PackedWeight, build_module, find_kernel
 from .safetensors_file import Header, MappedFile, read_header
@@ -19,7 +19,6 @@ from .tensors import TensorSpec
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-MANIFEST_FILE = "manifest.json"
 UNCALIBRATED = 1.0
 RUN_HINT = "make the directory again with `pack-for-cpu` or `pack-for-gpu`"
 
@@ -264,17 +263,9 @@ def _check_files(root: Path, manifest: dict[str, Any], headers: list[Header], ch
     for header in headers:
         name = header.path.name
         stated = files.get(name)
-        size = header.path.stat().st_size
         if stated is None:
             problems.append(f"{name} is not in {MANIFEST_FILE}")
-        elif stated.get("size") != size:
-            problems.append(f"{name} has {size} bytes, {MANIFEST_FILE} says {stated.get('size')}")
-        elif checksums and (actual := _sha256(header.path)) != stated.get("sha256"):
-            problems.append(f"{name} has SHA-256 {actual}, {MANIFEST_FILE} says {stated.get('sha256')}")
+        elif reason := difference(header.path, stated.get("size"), stated.get("sha256"), checksum=checksums):
+            problems.append(f"{name} {reason}")
     if problems:
         raise CheckpointError(f"{root}: damaged:\n  " + "\n  ".join(problems), hint=RUN_HINT)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

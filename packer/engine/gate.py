@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.kernels.errors import PlanError
+from tilewright.kernels.manifest import MANIFEST_FILE
 
 from ..plan import Copy, Plan
 from ..sources.checkpoint import Checkpoint
@@ -17,7 +18,6 @@ from .journal import PARTIAL, finished_files, kept_headers, plan_hash
 from .resources import disk_free, disk_needed, memory_plan
 from .shards import ShardPlan, plan_shards
 
-MANIFEST = "manifest.json"
 MAX_SHARD_SIZE = 5_000_000_000  # bytes; what the hub's own tools write
 
 
@@ -198,7 +198,7 @@ def _check_content(output: Path, options: Options) -> list[str]:
 def read_manifest(output: Path) -> dict[str, Any]:
     """The manifest of a finished output, empty if there is none that this tool wrote."""
     try:
-        manifest = json.loads((output / MANIFEST).read_bytes())
+        manifest = json.loads((output / MANIFEST_FILE).read_bytes())
     except (OSError, ValueError):
         return {}
     return manifest if isinstance(manifest, dict) and "tilewright" in manifest else {}

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import tilewright
+from tilewright.kernels.manifest import MANIFEST_FILE
 from tilewright.kernels.safetensors_file import DTYPE_NAMES
 
 from ..plan import Plan
 from ..sources.checkpoint import Checkpoint
 from ..sources.shard_index import INDEX_NAME
-from .gate import MANIFEST, Job
+from .gate import Job
 from .journal import PARTIAL, FileRecord, Journal
 from .shards import encode_index
 from .writer import FileWriter, opened, publish, sync_directory, write_file
@@ -23,7 +24,7 @@ LEDGER = "ledger.json"
 
 def clear(output: Path) -> None:
     """Remove what an earlier run wrote; its manifest first, so that the rest never looks complete."""
-    (output / MANIFEST).unlink(missing_ok=True)
+    (output / MANIFEST_FILE).unlink(missing_ok=True)
     sync_directory(output)
     for path in sorted(output.iterdir(), key=lambda path: path.name == PARTIAL):
         if path.is_dir() and not path.is_symlink():
@@ -51,7 +52,7 @@ def complete(output: Path, plan: Plan, job: Job, checkpoint: Checkpoint, journal
     small[LEDGER] = _pretty(_ledger(plan, checkpoint))
     for name, content in small.items():
         records[name] = FileRecord(len(content), write_file(output / name, content, temporary))
-    write_file(output / MANIFEST, _pretty(_manifest(plan, job, records)), temporary)
+    write_file(output / MANIFEST_FILE, _pretty(_manifest(plan, job, records)), temporary)
     shutil.rmtree(journal.folder)
     sync_directory(output)
 

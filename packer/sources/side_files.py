@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tilewright.kernels.manifest import MANIFEST_FILE
+
 from .shard_index import listing
 
 # Weights in any format, of any engine: converted or left out, never copied.
@@ -13,7 +15,7 @@ WEIGHT_SUFFIXES = frozenset((
     *(".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".tflite", ".npz"),
 ))
 # Files that every output writes anew, and the bookkeeping of tools that fetch models.
-OWN_FILES = frozenset(("config.json", "manifest.json", "ledger.json"))
+OWN_FILES = frozenset(("config.json", MANIFEST_FILE, "ledger.json"))
 BOOKKEEPING = frozenset((".git", ".cache"))
 
 
