@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,8 @@ from tilewright.packer.plan import Copy, Fate, Piece, Plan, Source, Task
 from tilewright.packer.quantize.options import QuantizeOptions
 from tilewright.packer.quantize.planner import plan_quantize
 from tilewright.packer.sources.checkpoint import Checkpoint
+
+MODELS = Path(__file__).parents[2] / "examples" / "models"
 
 
 @dataclass(frozen=True)
@@ -141,3 +145,60 @@ def make_moe(tmp_path: Path) -> Callable[[str], Path]:
 def make_scheme_plan() -> Callable[[str], Callable[[Checkpoint], Plan]]:
     """make_scheme_plan(scheme): what makes the plan of `quantize-model --scheme` for a checkpoint."""
     return lambda scheme: lambda checkpoint: plan_quantize(checkpoint, QuantizeOptions(scheme, solver="rtn"))
+
+
+@pytest.fixture(scope="session")
+def make_llama() -> Callable[..., Path]:
+    """Writes a Llama checkpoint of random bf16 weights, with a tokenizer, and gives its directory."""
+
+    def make(root: Path, layers: int, hidden: int, inner: int) -> Path:
+        generator = torch.Generator().manual_seed(0)
+        square, wide, tall = (hidden, hidden), (inner, hidden), (hidden, inner)
+        shapes: dict[str, tuple[int, ...]] = {f"self_attn.{name}_proj": square for name in "qkvo"}
+        shapes |= {"mlp.gate_proj": wide, "mlp.up_proj": wide, "mlp.down_proj": tall}
+        shapes |= {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,)}
+        everything = {f"model.layers.{i}.{name}": shape for i in range(layers) for name, shape in shapes.items()}
+        everything |= {"model.embed_tokens": (256, hidden), "lm_head": (256, hidden), "model.norm": (hidden,)}
+        tensors = {
+            f"{name}.weight": torch.randn(shape, generator=generator) / shape[1] ** 0.5
+            if len(shape) == 2
+            else torch.ones(shape)
+            for name, shape in everything.items()
+        }
+        config = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "hidden_size": hidden,
+            "intermediate_size": inner,
+            "num_hidden_layers": layers,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "vocab_size": 256,
+            "tie_word_embeddings": False,
+            "dtype": "bfloat16",
+        }
+        root.mkdir()
+        save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, root / "model.safetensors")
+        (root / "config.json").write_text(json.dumps(config))
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            (root / name).write_bytes((MODELS / "tiny-qwen3-moe" / name).read_bytes())
+        return root
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def peak_anonymous() -> Callable[..., int]:
+    """Runs a command to its end and gives the most anonymous memory that it was seen with, in bytes."""
+
+    def run(command: Sequence[str], env: Mapping[str, str] | None = None) -> int:
+        process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        peak = 0
+        while process.poll() is None:
+            for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
+                peak = max(peak, int(line.split()[1]) << 10 if line.startswith("RssAnon:") else 0)
+            time.sleep(0.005)
+        assert process.returncode == 0
+        return peak
+
+    return run

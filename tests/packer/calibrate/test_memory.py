@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import save_file
 
 pytest.importorskip("transformers")
 
@@ -22,7 +19,6 @@ ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
 LAYER = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER  # elements
 PROBE = """
 import sys
-import time
 from pathlib import Path
 from tilewright.packer.calibrate.method import Method, Wanted
 from tilewright.packer.calibrate.run import calibrate_checkpoint
@@ -40,45 +36,10 @@ print(int(status["VmHWM"].split()[0]) * 1024)  # mapped pages of the source coun
 """
 
 
-def generated_model(path: Path, depth: int, inner: int = INNER) -> Path:
-    path.mkdir()
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_size": HIDDEN,
-        "intermediate_size": inner,
-        "num_hidden_layers": depth,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "vocab_size": 256,
-        "tie_word_embeddings": True,
-        "dtype": "bfloat16",
-    }
-    (path / "config.json").write_text(json.dumps(config))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(MODELS / "tiny-qwen3-moe" / name, path / name)
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (HIDDEN, HIDDEN)}
-    shapes |= {"self_attn.v_proj": (HIDDEN, HIDDEN), "self_attn.o_proj": (HIDDEN, HIDDEN)}
-    shapes |= {"mlp.gate_proj": (inner, HIDDEN), "mlp.up_proj": (inner, HIDDEN), "mlp.down_proj": (HIDDEN, inner)}
-    tensors = {"model.embed_tokens.weight": torch.randn(256, HIDDEN, generator=generator)}
-    tensors["model.norm.weight"] = torch.ones(HIDDEN)
-    for layer in range(depth):
-        stem = f"model.layers.{layer}"
-        tensors |= {f"{stem}.{name}.weight": torch.randn(s, generator=generator) / 30 for name, s in shapes.items()}
-        tensors |= {
-            f"{stem}.{name}.weight": torch.ones(HIDDEN) for name in ("input_layernorm", "post_attention_layernorm")
-        }
-    save_file(
-        {name: tensor.bfloat16() for name, tensor in tensors.items()}, path / "model.safetensors", {"format": "pt"}
-    )
-    return path
-
-
-def test_peak_memory_does_not_grow_with_depth(tmp_path: Path) -> None:
+def test_peak_memory_does_not_grow_with_depth(tmp_path: Path, make_llama: Callable[..., Path]) -> None:
     peaks = []
     for depth in (4, 24):
-        source = generated_model(tmp_path / f"depth-{depth}", depth)
+        source = make_llama(tmp_path / f"depth-{depth}", depth, HIDDEN, INNER)
         arguments = [source, MODELS / "heldout.txt", tmp_path / f"store-{depth}", "layers.0.self_attn"]
         run = subprocess.run(
             [sys.executable, "-c", PROBE, *map(str, arguments)],
@@ -97,9 +58,11 @@ def command(*arguments: object) -> list[str]:
     return [str(Path(sys.executable).parent / "quantize-model"), *map(str, arguments), *fixed]
 
 
-def test_the_estimate_covers_hessians(tmp_path: Path) -> None:
+def test_the_estimate_covers_hessians(
+    tmp_path: Path, make_llama: Callable[..., Path], peak_anonymous: Callable[..., int]
+) -> None:
     """A weight of 3072 columns has a Hessian of 36 MiB, and solving with it takes many times that."""
-    source = generated_model(tmp_path / "source", 1, inner=3072)
+    source = make_llama(tmp_path / "source", 1, HIDDEN, 3072)
     gptq = ("--solver", "gptq", "--calibrate", MODELS / "heldout.txt", "--calibrate-windows", 4)
     foretold = {}
     for solver, options in {"rtn": ("--solver", "rtn"), "gptq": gptq}.items():
@@ -109,12 +72,5 @@ def test_the_estimate_covers_hessians(tmp_path: Path) -> None:
         needed = f"note: about {foretold[solver] >> 20} MiB of memory are needed at least, --memory allows 200 MiB"
         assert needed in done.stderr
     assert foretold["gptq"] - foretold["rtn"] > 10 * 4 * 3072**2
-    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    process = subprocess.Popen(command(source, tmp_path / "out", *gptq), env=ONE_THREAD, **quiet)
-    peak = 0
-    while process.poll() is None:
-        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
-            peak = max(peak, int(line.split()[1]) << 10 if line.startswith("RssAnon:") else 0)
-        time.sleep(0.005)
-    assert process.returncode == 0
+    peak = peak_anonymous(command(source, tmp_path / "out", *gptq), ONE_THREAD)
     assert 5 * 4 * 3072**2 < peak < foretold["gptq"]

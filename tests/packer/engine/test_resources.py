@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +20,7 @@ MakePlan = Callable[..., Plan]
 LARGEST = (4096, 8192)  # 64 MiB in bf16
 
 
-def test_anonymous_memory_stays_below_the_bound(tmp_path: Path) -> None:
+def test_anonymous_memory_stays_below_the_bound(tmp_path: Path, peak_anonymous: Callable[..., int]) -> None:
     """300 MiB and twice the largest quantized tensor for each worker, however large the rest is."""
     weight = torch.randn(LARGEST).bfloat16()
     names = [f"model.layers.{i}.mlp.{m}_proj.weight" for i in range(2) for m in ("gate", "up")]
@@ -34,13 +32,7 @@ def test_anonymous_memory_stays_below_the_bound(tmp_path: Path) -> None:
     (source / "config.json").write_text(json.dumps(config))
     command = [str(Path(sys.executable).parent / "quantize-model"), str(source), str(tmp_path / "out")]
     command += ["--scheme", "int4", "--solver", "rtn", "--jobs", "2"]
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    peak = 0
-    while process.poll() is None:
-        for line in Path(f"/proc/{process.pid}/status").read_text().splitlines():
-            peak = max(peak, int(line.split()[1]) << 10 if line.startswith("RssAnon:") else 0)
-        time.sleep(0.005)
-    assert process.returncode == 0
+    peak = peak_anonymous(command)
     assert 50 << 20 < peak < (300 << 20) + 2 * 2 * weight.nbytes
 
 
