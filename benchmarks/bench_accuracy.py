@@ -27,11 +27,11 @@ from tilewright.packer.calibrate.graph import FOLDS
 from tilewright.packer.calibrate.method import Method, Wanted
 from tilewright.packer.calibrate.observe import Observed, observe
 from tilewright.packer.calibrate.store import Solution
+from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.schemes.base import Target
 from tilewright.packer.solvers import SOLVERS
 from tilewright.packer.solvers.blocks import block_amax, encode
 from tilewright.packer.solvers.gptq import ErrorFeedback
-from tilewright.packer.sources.checkpoint import open_checkpoint
 from tilewright.packer.verify.dequantized import stream_dequantized
 from tilewright.packer.verify.directory import read_contents
 from tilewright.packer.verify.distributions import Agreement, AgreementSum

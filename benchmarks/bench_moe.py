@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from bench_linear import BITS, Probes, machine
 
-from tilewright.kernels import ops, ops_experts
+from tilewright.kernels import ops
+from tilewright.kernels.ops import experts as ops_experts
 
 TOKENS = [1, 8, 64, 512]
 KINDS = ["bf16", "int8", "fp8", "int4", "int4-bf16"]

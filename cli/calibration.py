@@ -13,8 +13,8 @@ from .options import say, stacked
 if TYPE_CHECKING:
     from tilewright.packer.calibrate.method import Method, Wanted
     from tilewright.packer.calibrate.store import Store
+    from tilewright.packer.checkpoint.files import Checkpoint
     from tilewright.packer.plan import Plan
-    from tilewright.packer.sources.checkpoint import Checkpoint
 
 SOLVERS = ("gptq", "awq")  # solvers that calibrate; a test compares
 INNER = "mse"  # what chooses scales under them

@@ -10,7 +10,7 @@ import click
 from .options import debug_option, json_option, print_json, say
 
 if TYPE_CHECKING:
-    from tilewright.packer.sources.checkpoint import Checkpoint
+    from tilewright.packer.checkpoint.files import Checkpoint
 
 
 @click.command("inspect-model")
@@ -24,10 +24,10 @@ def inspect_model(path: str, excluded: bool, checksums: bool, as_json: bool) -> 
 
     PATH is a directory, plain, quantized or packed, a .safetensors file or a hub id.
     """
+    from tilewright.packer.checkpoint.files import open_checkpoint
     from tilewright.packer.inspect import inspect
     from tilewright.packer.inspect_text import describe
     from tilewright.packer.quant_config.exclusions import described, engine_views
-    from tilewright.packer.sources.checkpoint import open_checkpoint
 
     checkpoint = open_checkpoint(path)
     if checksums:
@@ -48,7 +48,7 @@ def inspect_model(path: str, excluded: bool, checksums: bool, as_json: bool) -> 
 
 def _compare_files(checkpoint: Checkpoint) -> None:
     from tilewright.kernels.errors import CheckpointError
-    from tilewright.packer.manifest import check_files
+    from tilewright.packer.records.manifest import check_files
 
     found = check_files(checkpoint.root, checkpoint.headers)
     if found is None:

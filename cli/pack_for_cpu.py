@@ -52,13 +52,13 @@ def pack_for_cpu(
     Linear, and so do gate and up of an MLP, where they are of one kind and of whole blocks of rows. With --tp or --ep,
     OUTPUT holds a directory for each rank.
     """
-    from tilewright.kernels.module_spec import rank_directory
+    from tilewright.kernels.packed.module_spec import rank_directory
+    from tilewright.packer.checkpoint.files import open_checkpoint
     from tilewright.packer.engine.gate import Options
-    from tilewright.packer.engine.journal import kept_headers
     from tilewright.packer.pack.planner import plan_pack, plan_ranks
     from tilewright.packer.pack.target import CpuTarget
     from tilewright.packer.pack.unpack import plan_unpack
-    from tilewright.packer.sources.checkpoint import open_checkpoint
+    from tilewright.packer.records.journal import kept_headers
 
     if unpack and (layout or absorbed or no_join or max(tp, ep) > 1):
         ways = "--layout, --tp, --ep, --absorbed and --no-join"

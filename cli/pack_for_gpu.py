@@ -39,13 +39,13 @@ def pack_for_gpu(
     Codes are kept, scales are rounded to bf16 as kernels read them, and all other tensors are copied. With --ep,
     OUTPUT holds a directory for each rank. No GPU is needed.
     """
-    from tilewright.kernels.module_spec import rank_directory
+    from tilewright.kernels.packed.module_spec import rank_directory
+    from tilewright.packer.checkpoint.files import open_checkpoint
     from tilewright.packer.engine.gate import Options
-    from tilewright.packer.engine.journal import kept_headers
     from tilewright.packer.pack.planner import plan_pack, plan_ranks
     from tilewright.packer.pack.target import GpuTarget
     from tilewright.packer.pack.unpack import plan_unpack
-    from tilewright.packer.sources.checkpoint import open_checkpoint
+    from tilewright.packer.records.journal import kept_headers
 
     if unpack and ep > 1:
         raise click.UsageError("--ep says how to pack, --unpack does the opposite")

@@ -11,9 +11,9 @@ import click
 from .options import print_json, say
 
 if TYPE_CHECKING:
+    from tilewright.packer.checkpoint.files import Checkpoint
     from tilewright.packer.engine.gate import Job, Options
     from tilewright.packer.plan import Plan
-    from tilewright.packer.sources.checkpoint import Checkpoint
 
 
 def carry_out(

@@ -74,11 +74,11 @@ def quantize_model(source: str, output: Path, device: str, dry_run: bool, as_jso
 
     PATTERN is a dotted path, a part of one, a glob, or re:REGEX.
     """
+    from tilewright.packer.checkpoint.files import open_checkpoint
     from tilewright.packer.engine.gate import Options
-    from tilewright.packer.engine.journal import kept_headers
     from tilewright.packer.quantize.planner import plan_quantize
     from tilewright.packer.quantize.requantized import measure
-    from tilewright.packer.sources.checkpoint import open_checkpoint
+    from tilewright.packer.records.journal import kept_headers
 
     running = Options(**{name: options.pop(name) for name in Options.__dataclass_fields__})
     calibration = Calibration.taken_from(options)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tilewright
-from tilewright.kernels.packed import PackedCheckpoint
+from tilewright.kernels.packed.directory import PackedCheckpoint
 
 
 class FeedForward(nn.Module):

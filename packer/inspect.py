@@ -13,18 +13,18 @@ from typing import Any, Literal
 import torch
 
 from tilewright.kernels.errors import CheckpointError
-from tilewright.kernels.module_spec import Cut, ModuleSpec
-from tilewright.kernels.safetensors_file import DTYPE_NAMES
+from tilewright.kernels.packed.module_spec import Cut, ModuleSpec
+from tilewright.kernels.packed.safetensors_file import DTYPE_NAMES
 
-from .architectures import architecture_of, text_config
-from .architectures.base import KEPT, Role
-from .manifest import read_manifest
+from .checkpoint import quantization_config
+from .checkpoint.files import Checkpoint
+from .checkpoint.naming import canonical
+from .checkpoint.stacks import container_of
+from .families import architecture_of, text_config
+from .families.base import KEPT, Role
 from .pack.modules import packed_modules, stored_inventory
 from .quantize.model_config import announced_mtp, mtp_tensors
-from .quantize.naming import canonical
-from .quantize.stacks import container_of
-from .sources import quantization_config
-from .sources.checkpoint import Checkpoint
+from .records.manifest import read_manifest
 
 ACTIVATION_SUFFIXES = (".input_scale", ".activation_scale", ".input_zero_point")  # of activations, not weights
 Kind = Literal["plain", "quantized", "packed"]

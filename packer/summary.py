@@ -9,15 +9,15 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tilewright.kernels.safetensors_file import DTYPE_NAMES
+from tilewright.kernels.packed.safetensors_file import DTYPE_NAMES
 from tilewright.kernels.tensors import TensorSpec
 
+from .checkpoint import take_inventory
+from .checkpoint.files import Checkpoint
 from .engine.gate import Job
 from .estimate import compute_seconds
 from .pack.parallel import Degree, described, expert_parallel, tensor_parallel
 from .plan import Fate, Plan
-from .sources import take_inventory
-from .sources.checkpoint import Checkpoint
 
 NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.)")
 

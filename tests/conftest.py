@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -15,14 +15,16 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tilewright.kernels import ops
+from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.pack.planner import plan_pack
 from tilewright.packer.pack.target import CpuTarget
 from tilewright.packer.quantize.options import QuantizeOptions
 from tilewright.packer.quantize.planner import plan_quantize
-from tilewright.packer.sources.checkpoint import open_checkpoint
 
 MODELS = Path(__file__).parent.parent / "examples" / "models"
+ISAS = [status.name for status in ops.kernel_report() if status.available]
 NOT_CHECKED = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
 
 
@@ -69,3 +71,12 @@ def packed(tmp_path_factory: pytest.TempPathFactory, quantized: Callable[..., Pa
         return output
 
     return pack
+
+
+@pytest.fixture(params=ISAS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each instruction set that this machine can run, the emulated one included, chosen for one test."""
+    before = ops.isa()
+    ops.select_isa(request.param)
+    yield request.param
+    ops.select_isa(before)

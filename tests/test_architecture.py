@@ -10,13 +10,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FOLDERS = {"tilewright.kernels": "kernels/python", "tilewright.packer": "packer", "tilewright.cli": "cli"}
+FOLDERS = {
+    "tilewright.kernels": "kernels/python",
+    "tilewright.engines": "engines",
+    "tilewright.packer": "packer",
+    "tilewright.cli": "cli",
+}
 MAY_IMPORT: dict[str, set[str]] = {
     "tilewright.kernels": set(),
-    "tilewright.packer": {"tilewright.kernels"},
-    "tilewright.cli": {"tilewright.kernels", "tilewright.packer"},
+    "tilewright.engines": {"tilewright.kernels"},
+    "tilewright.packer": {"tilewright.kernels", "tilewright.engines"},  # verifying whole models runs them
+    "tilewright.cli": {"tilewright.kernels", "tilewright.packer", "tilewright.engines"},
 }
-TREES = ("packer", "kernels", "cli", "tests", "examples", "benchmarks", "docs", ".ci")
+TREES = ("packer", "kernels", "engines", "cli", "tests", "examples", "benchmarks", "docs", ".ci")
 FILES = [
     path
     for path in [

@@ -31,7 +31,12 @@ def test_wheel_serves_every_python(wheel: Path) -> None:
 def test_wheel_holds_one_import_name(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names} == {"tilewright", f"tilewright-{tilewright.__version__}.dist-info"}
-    for folder, source in (("kernels", "kernels/python"), ("packer", "packer"), ("cli", "cli")):
+    for folder, source in (
+        ("kernels", "kernels/python"),
+        ("packer", "packer"),
+        ("engines", "engines"),
+        ("cli", "cli"),
+    ):
         modules = {str(path.relative_to(ROOT / source)) for path in (ROOT / source).rglob("*.py")}
         assert modules <= {name.removeprefix(f"tilewright/{folder}/") for name in names}
     assert "tilewright/kernels/_C.so" in names

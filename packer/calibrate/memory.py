@@ -6,8 +6,8 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 
-from ..architectures import text_config
-from ..sources.checkpoint import Checkpoint
+from ..checkpoint.files import Checkpoint
+from ..families import text_config
 from ..verify.directory import read_contents
 from .graph import FOLDS, LAYER, reads
 from .method import BATCH_TOKENS, Method, Wanted

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from tilewright.kernels.errors import PlanError
 
-from ..sources.checkpoint import Checkpoint
+from ..checkpoint.files import Checkpoint
 from ..verify.dequantized import stream_dequantized
 from ..verify.directory import read_contents
 from ..verify.stream import Call, StreamedModel

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from tilewright.kernels.errors import PlanError
 from tilewright.kernels.formats import FORMATS
-from tilewright.kernels.safetensors_file import MappedFile, read_header
+from tilewright.kernels.packed.safetensors_file import MappedFile, read_header
 from tilewright.kernels.tensors import QTensor
 
 from .graph import LAYER

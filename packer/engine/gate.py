@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from tilewright.kernels.errors import PlanError
-from tilewright.kernels.manifest import MANIFEST_FILE
+from tilewright.kernels.packed.manifest import MANIFEST_FILE
 
+from ..checkpoint.files import Checkpoint
 from ..plan import Copy, Plan
-from ..sources.checkpoint import Checkpoint
+from ..records.journal import PARTIAL, finished_files, kept_headers, plan_hash
 from .failures import one_clear_message
-from .journal import PARTIAL, finished_files, kept_headers, plan_hash
 from .resources import disk_free, disk_needed, memory_plan
 from .shards import ShardPlan, plan_shards
 

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import tilewright
-from tilewright.kernels.manifest import MANIFEST_FILE
-from tilewright.kernels.safetensors_file import DTYPE_NAMES
+from tilewright.kernels.packed.manifest import MANIFEST_FILE
+from tilewright.kernels.packed.safetensors_file import DTYPE_NAMES
 
+from ..checkpoint.files import Checkpoint
+from ..checkpoint.shard_index import INDEX_NAME
 from ..plan import Plan
-from ..sources.checkpoint import Checkpoint
-from ..sources.shard_index import INDEX_NAME
+from ..records.journal import PARTIAL, FileRecord, Journal
 from .gate import Job
-from .journal import PARTIAL, FileRecord, Journal
 from .shards import encode_index
 from .writer import FileWriter, opened, publish, sync_directory, write_file
 

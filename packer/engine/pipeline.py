@@ -15,11 +15,11 @@ from pathlib import Path
 from tilewright.kernels.errors import SchemeError
 from tilewright.kernels.tensors import TensorSpec
 
+from ..checkpoint.files import Checkpoint
 from ..plan import Copy, Plan, Task
-from ..sources.checkpoint import Checkpoint
+from ..records.journal import PARTIAL, FileRecord, Journal, kept_headers, source_identity
 from .failures import one_clear_message
 from .gate import Job, Options, prepare
-from .journal import PARTIAL, FileRecord, Journal, kept_headers, source_identity
 from .output import clear, complete
 from .progress import Progress, Silent
 from .resources import source_files, task_memory

@@ -8,8 +8,8 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
+from ..checkpoint.files import Checkpoint
 from ..plan import Copy, Plan, Task
-from ..sources.checkpoint import Checkpoint
 from .shards import ShardPlan
 from .writer import CHUNK
 

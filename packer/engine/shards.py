@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tilewright.kernels.safetensors_file import DTYPE_NAMES
+from tilewright.kernels.packed.safetensors_file import DTYPE_NAMES
 from tilewright.kernels.tensors import TensorSpec
 
 from ..plan import Plan, Task

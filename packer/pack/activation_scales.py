@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewright.kernels.module_spec import INPUT_SCALE, Cut, ModuleSpec
+from tilewright.kernels.packed.module_spec import INPUT_SCALE, Cut, ModuleSpec
 from tilewright.kernels.tensors import Reject, TensorSpec
 
 from ..plan import Piece, Source, Task

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from tilewright.kernels.formats import WeightFormat
-from tilewright.kernels.module_spec import Cut
+from tilewright.kernels.packed.module_spec import Cut
 from tilewright.kernels.tensors import QTensor, Reject, TensorSpec
 
-from ..architectures import text_config
+from ..families import text_config
 from .parallel import BY_COLUMNS, BY_ROWS
 
 # Several matrices in one, each to be cut.

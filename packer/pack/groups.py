@@ -10,10 +10,10 @@ import torch
 
 from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.layouts.cpu_blocks import row_unit
-from tilewright.kernels.module_spec import JOINED, Cut
+from tilewright.kernels.packed.module_spec import JOINED, Cut
 from tilewright.kernels.tensors import Reject
 
-from ..sources.base import SourceWeight
+from ..checkpoint.base import SourceWeight
 from .cuts import Share, share_of
 
 EXPERT = re.compile(r"^(?P<stack>.*\.experts)\.(?P<number>\d+)\.(?P<projection>\w+)$")

@@ -23,8 +23,8 @@ from tilewright.kernels.formats import BF16, FP8, WeightFormat
 from tilewright.kernels.layouts.base import Layout
 from tilewright.kernels.tensors import QTensor, Reject
 
-from ..architectures import text_config
-from ..sources.base import Reader, SourceWeight
+from ..checkpoint.base import Reader, SourceWeight
+from ..families import text_config
 from .cuts import Share
 from .steps import read_codes
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from tilewright.kernels.errors import CheckpointError
-from tilewright.kernels.module_spec import ModuleSpec, described_modules
+from tilewright.kernels.packed.module_spec import ModuleSpec, described_modules
 
-from ..sources import Inventory, quantization_config, take_inventory
-from ..sources.checkpoint import Checkpoint
+from ..checkpoint import Inventory, quantization_config, take_inventory
+from ..checkpoint.files import Checkpoint
 
 
 def packed_modules(checkpoint: Checkpoint) -> dict[str, ModuleSpec]:

@@ -8,8 +8,8 @@ from typing import Any
 
 from tilewright.kernels.formats import FORMATS
 
-from ..architectures import text_config
-from ..sources.base import SourceWeight
+from ..checkpoint.base import SourceWeight
+from ..families import text_config
 
 SIZES = (2, 4, 8, 16, 32)
 KV = ("k_proj", "v_proj")

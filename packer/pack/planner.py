@@ -11,17 +11,17 @@ from tilewright import __version__
 from tilewright.kernels.formats import BF16, FORMATS, FP8, WeightFormat
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.layouts.base import Layout
-from tilewright.kernels.module_spec import PACKED_VERSION, QUANT_METHOD, Cut, ModuleSpec
+from tilewright.kernels.packed.module_spec import PACKED_VERSION, QUANT_METHOD, Cut, ModuleSpec
 from tilewright.kernels.tensors import Reject, TensorSpec
 
-from ..architectures import architecture_of, text_config
-from ..architectures.base import KEPT, Architecture, Role
-from ..manifest import solver_of
+from ..checkpoint import quantization_config, take_inventory
+from ..checkpoint.base import SourceWeight
+from ..checkpoint.files import Checkpoint
+from ..families import architecture_of, text_config
+from ..families.base import KEPT, Architecture, Role
 from ..plan import Copy, Fate, Piece, Plan, Source, Task
 from ..quantize.planner import source_specs
-from ..sources import quantization_config, take_inventory
-from ..sources.base import SourceWeight
-from ..sources.checkpoint import Checkpoint
+from ..records.manifest import solver_of
 from .activation_scales import reduced_scale
 from .cuts import Share, cut_of, cut_rejects, share_of
 from .groups import EXPERT, Group, Linear, group_experts, join_linears

@@ -8,9 +8,9 @@ from typing import Any
 
 from tilewright.kernels.tensors import Reject
 
-from ..architectures.base import Architecture
-from ..quantize.stacks import StackLayout, TransposedReader, container_of, decide, output_rows
-from ..sources.base import SourceWeight, StackedAt
+from ..checkpoint.base import SourceWeight, StackedAt
+from ..checkpoint.stacks import StackLayout, TransposedReader, container_of, decide, output_rows
+from ..families.base import Architecture
 
 SIXTEEN_BITS = ("bf16", "fp16")
 ORDER_HINT = "`quantize-model --experts-order` declares it and writes experts one by one"

@@ -9,11 +9,11 @@ import torch
 
 from tilewright.kernels.formats import BF16, WeightFormat
 from tilewright.kernels.layouts.base import Layout
-from tilewright.kernels.module_spec import ModuleSpec
+from tilewright.kernels.packed.module_spec import ModuleSpec
 from tilewright.kernels.tensors import QTensor
 
+from ..checkpoint.base import Reader, first_bad
 from ..plan import NotFiniteError
-from ..sources.base import Reader, first_bad
 from .cuts import Share
 
 

@@ -10,7 +10,7 @@ from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.layouts.base import Layout
 from tilewright.kernels.tensors import Reject
 
-from ..architectures.base import Role
+from ..families.base import Role
 
 PACKED_PREFIXES = ("cpu-", "gpu-")  # ids of layouts that kernels read; all others are checkpoint layouts
 

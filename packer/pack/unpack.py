@@ -7,11 +7,11 @@ from dataclasses import replace
 from tilewright.kernels.errors import TilewrightError
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.layouts.base import Layout
-from tilewright.kernels.module_spec import INPUT_SCALE, Cut, ModuleSpec, described_modules
+from tilewright.kernels.packed.module_spec import INPUT_SCALE, Cut, ModuleSpec, described_modules
 from tilewright.kernels.tensors import Reject, TensorSpec
 
+from ..checkpoint.files import Checkpoint
 from ..plan import Copy, Fate, Piece, Plan, Source, Task
-from ..sources.checkpoint import Checkpoint
 from .planner import is_packed
 from .steps import UnpackStep
 

@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..architectures import architecture_of
-from ..architectures.base import Role, unwrapped
-from ..quantize.naming import canonical
-from ..quantize.stacks import container_of
-from ..sources import quantization_config, take_inventory
-from ..sources.checkpoint import Checkpoint
+from ..checkpoint import quantization_config, take_inventory
+from ..checkpoint.files import Checkpoint
+from ..checkpoint.naming import canonical
+from ..checkpoint.stacks import container_of
+from ..families import architecture_of
+from ..families.base import Role, unwrapped
 
 Matcher = Callable[[list[str], str], bool]
 AUTOMATIC: tuple[Role, ...] = ("embedding", "head", "router", "shared-gate", "norm", "mtp-projection", "conv")

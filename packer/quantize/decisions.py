@@ -10,15 +10,15 @@ from typing import Any, Literal
 from tilewright.kernels.formats import FORMATS
 from tilewright.kernels.tensors import Reject, TensorSpec
 
-from ..architectures.base import KEPT, W_NAMES, Architecture, Role
+from ..checkpoint import Inventory
+from ..checkpoint.base import SourceWeight
+from ..checkpoint.naming import Naming, canonical
+from ..checkpoint.stacks import StackLayout, TransposedReader, container_of, decide, output_rows, transposable
+from ..families.base import KEPT, W_NAMES, Architecture, Role
 from ..quant_config.w4afp8 import UNCALIBRATED_INPUT_SCALE
 from ..schemes.base import SIXTEEN_BITS, Form, Target
-from ..sources import Inventory
-from ..sources.base import SourceWeight
-from .naming import Naming, canonical
 from .options import QuantizeOptions
 from .rules import Pattern, first_match
-from .stacks import StackLayout, TransposedReader, container_of, decide, output_rows, transposable
 from .steps import Part
 
 Action = Literal["quantize", "dequantize", "keep", "drop"]

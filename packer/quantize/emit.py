@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 from tilewright.kernels.tensors import Reject, TensorSpec
 
+from ..checkpoint.naming import Naming
 from ..plan import Copy, Fate, FateKind, Piece, Source, Step, Task
 from .decisions import Decision
-from .naming import Naming
 from .steps import QuantizeStep, SplitStep
 
 KINDS: dict[str, FateKind] = {"quantize": "quantized", "dequantize": "dequantized", "keep": "copied"}

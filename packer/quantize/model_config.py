@@ -9,8 +9,8 @@ from typing import Any
 
 from tilewright.kernels.tensors import Reject
 
-from ..architectures import text_config
-from ..architectures.base import unwrapped
+from ..families import text_config
+from ..families.base import unwrapped
 from .options import QuantizeOptions
 
 STALE = ("quantization_config", "compression_config")

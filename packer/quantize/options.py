@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from tilewright.kernels.errors import PlanError
 
-from ..architectures.base import ExpertsOrder
+from ..families.base import ExpertsOrder
 from ..schemes import SCHEMES
 from ..solvers import SOLVERS
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from tilewright.kernels.tensors import Reject, TensorSpec
 
-from ..architectures import architecture_of
+from ..checkpoint import take_inventory
+from ..checkpoint.files import Checkpoint
+from ..checkpoint.naming import Naming
+from ..families import architecture_of
 from ..plan import Plan
 from ..quant_config.base import Written
 from ..schemes import SCHEMES
 from ..schemes.base import Form
-from ..sources import take_inventory
-from ..sources.checkpoint import Checkpoint
 from .decisions import Decider, Decision
 from .emit import Emitter
 from .model_config import check_head, draft_layer, mtp_tensors, output_config
-from .naming import Naming
 from .options import QuantizeOptions
 from .unquantized import foreign_weights, fused_groups_apart, group_advice, unquantized_modules
 

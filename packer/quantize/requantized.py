@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
+from ..checkpoint import take_inventory
+from ..checkpoint.base import SourceWeight
+from ..checkpoint.files import Checkpoint
+from ..checkpoint.naming import canonical
 from ..plan import Source
-from ..sources import take_inventory
-from ..sources.base import SourceWeight
-from ..sources.checkpoint import Checkpoint
-from .naming import canonical
 
 SAMPLES = 32
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tilewright.kernels.errors import PlanError
 
-from ..architectures.base import unwrapped
+from ..families.base import unwrapped
 
 
 @dataclass

@@ -11,12 +11,12 @@ from tilewright.kernels.errors import SchemeError
 from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.tensors import QTensor, TensorSpec
 
+from ..checkpoint.base import Reader, first_bad
 from ..plan import NotFiniteError
 from ..schemes.base import Target
 from ..solvers import SOLVERS
 from ..solvers.base import Solver
 from ..solvers.blocks import block_amax, encode
-from ..sources.base import Reader, first_bad
 
 DAMAGED = "the source is damaged or its training diverged; --exclude copies the module as it is"
 STRIP = 1 << 20  # elements in work at a time

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from tilewright.kernels.tensors import TensorSpec
 
-from ..architectures.base import unwrapped
+from ..checkpoint.naming import Naming
+from ..checkpoint.stacks import container_of
+from ..families.base import unwrapped
 from ..schemes.base import Form
 from .decisions import Decision
-from .naming import Naming
-from .stacks import container_of
 
 MERGED = (  # projections that engines load as one layer
     ("q_proj", "k_proj", "v_proj"),

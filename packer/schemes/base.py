@@ -11,7 +11,7 @@ import torch
 from tilewright.kernels.formats import BF16, FORMATS, INT4_BY_GROUP, WeightFormat
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.layouts.base import Layout
-from tilewright.packer.architectures.base import Role
+from tilewright.packer.families.base import Role
 from tilewright.packer.quant_config.base import Written
 
 

@@ -1,7 +1,7 @@
 """The arithmetic that every solver shares: scales and codes of one fp32 weight [N, K].
 
 All of it is elementwise fp32 or a maximum, so that any implementation that follows the formulas gives the same bits:
-on a CPU the native operators of `tilewright.kernels.convert` do the work, elsewhere the formulas themselves.
+on a CPU the native operators of `tilewright.kernels.ops.convert` do the work, elsewhere the formulas themselves.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F  # noqa: N812
 
-from tilewright.kernels import convert
 from tilewright.kernels.formats import WeightFormat
+from tilewright.kernels.ops import convert
 
 SMALLEST_NORMAL = torch.finfo(torch.float32).tiny  # also the smallest normal bf16
 

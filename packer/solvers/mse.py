@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewright.kernels import convert
 from tilewright.kernels.formats import WeightFormat
+from tilewright.kernels.ops import convert
 
 from .blocks import block_view, expand, round_to_codes, scales_from_amax
 

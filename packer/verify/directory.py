@@ -13,18 +13,18 @@ import torch
 
 from tilewright.kernels.errors import VerifyError
 from tilewright.kernels.formats import FORMATS
-from tilewright.kernels.module_spec import Cut, ModuleSpec
+from tilewright.kernels.packed.module_spec import Cut, ModuleSpec
 from tilewright.kernels.tensors import QTensor
 
-from ..architectures import architecture_of, text_config
-from ..manifest import solver_of
+from ..checkpoint.base import Reader, SourceWeight
+from ..checkpoint.files import Checkpoint
+from ..checkpoint.naming import canonical
+from ..checkpoint.stacks import StackLayout, TransposedReader, container_of, decide, output_rows
+from ..families import architecture_of, text_config
 from ..pack.modules import packed_modules, stored_inventory
 from ..pack.steps import split_rows
 from ..plan import Source
-from ..quantize.naming import canonical
-from ..quantize.stacks import StackLayout, TransposedReader, container_of, decide, output_rows
-from ..sources.base import Reader, SourceWeight
-from ..sources.checkpoint import Checkpoint
+from ..records.manifest import solver_of
 from .contents import Contents, Weight
 
 ACTIVATION_SUFFIXES = (".input_scale", ".activation_scale", ".input_zero_point")  # of activations, not weights

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..manifest import FileCheck, check_files
-from ..sources.checkpoint import Checkpoint, open_checkpoint
+from ..checkpoint.files import Checkpoint, open_checkpoint
+from ..records.manifest import FileCheck, check_files
 from .contents import Contents
 from .directory import read_contents
 from .folds import follow_folds

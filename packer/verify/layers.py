@@ -11,13 +11,19 @@ import torch
 
 from tilewright.kernels.errors import VerifyError
 from tilewright.kernels.formats import WeightFormat
-from tilewright.kernels.module_spec import ModuleSpec
-from tilewright.kernels.modules import PackedExperts, PackedLinear, PackedStack, PackedWeight, build_module
+from tilewright.kernels.modules.packed_modules import (
+    PackedExperts,
+    PackedLinear,
+    PackedStack,
+    PackedWeight,
+    build_module,
+)
+from tilewright.kernels.packed.module_spec import ModuleSpec
 from tilewright.kernels.tensors import QTensor
 
+from ..checkpoint.files import Checkpoint
 from ..pack.modules import packed_modules
 from ..plan import Source
-from ..sources.checkpoint import Checkpoint
 from .results import LayerResult
 
 ROWS = (1, 5, 33)  # a decode step, a small batch, more rows than a tile

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from tilewright import __version__
 from tilewright.kernels.formats import FORMATS
 
-from ..manifest import FileCheck
+from ..records.manifest import FileCheck
 from .histograms import Histogram
 from .results import LayerResult, ModelResult
 from .weights import TensorResult

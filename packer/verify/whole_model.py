@@ -8,11 +8,11 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig
 
+from tilewright.engines.transformers.model import load_model
 from tilewright.kernels.errors import VerifyError
-from tilewright.kernels.hf import load_model
 
+from ..checkpoint.files import Checkpoint
 from ..pack.modules import packed_modules
-from ..sources.checkpoint import Checkpoint
 from .contents import Contents
 from .dequantized import stream_dequantized
 from .job import Request, Side

@@ -6,14 +6,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .kernels.hf import load_model
-    from .kernels.packed import load_packed
+    from .engines.transformers.model import load_model
+    from .kernels.packed.directory import load_packed
 
 __all__ = ["__version__", "load_model", "load_packed"]
 __version__ = "0.1.0"
 
 # Loaded when they are first asked for: the second needs transformers, and neither is needed to convert a checkpoint.
-_LAZY = {"load_packed": ".kernels.packed", "load_model": ".kernels.hf"}
+_LAZY = {"load_packed": ".kernels.packed.directory", "load_model": ".engines.transformers.model"}
 
 
 def __getattr__(name: str) -> Any:

@@ -10,7 +10,7 @@ import pytest
 from tilewright.cli import pack_for_cpu
 from tilewright.cli.main import load, run
 from tilewright.kernels.layouts import LAYOUTS
-from tilewright.kernels.safetensors_file import read_header
+from tilewright.kernels.packed.safetensors_file import read_header
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "tiny-deepseek-v3"
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tilewright.cli import verify_accuracy
 from tilewright.cli.main import load, run
-from tilewright.kernels.safetensors_file import read_header
+from tilewright.kernels.packed.safetensors_file import read_header
 from tilewright.packer.verify.verdict import LEVELS
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"

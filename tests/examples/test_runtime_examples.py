@@ -9,10 +9,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.pack.planner import plan_ranks
 from tilewright.packer.pack.target import CpuTarget
-from tilewright.packer.sources.checkpoint import open_checkpoint
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 Call = Callable[..., Path]

@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.pack.planner import plan_pack
 from tilewright.packer.pack.target import CpuTarget
-from tilewright.packer.sources.checkpoint import open_checkpoint
 
 SIZE = 4096
 PROBE = """

@@ -16,7 +16,11 @@ import pytest
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-SUITES = ("ops", "bmm", "experts", "mlp", "attention", "norms", "convert")
+SUITES = (
+    *(f"ops/test_{name}.py" for name in ("linear", "bmm", "experts", "attention", "convert")),
+    "modules/test_mlp.py",
+    "modules/test_norms.py",
+)
 OVERRUN = """
 import ctypes, sanitized, torch
 from tilewright.kernels import ops
@@ -64,7 +68,7 @@ def test_an_overrun_is_seen(environment: dict[str, str]) -> None:
 
 
 def test_operators_stay_in_their_buffers(environment: dict[str, str]) -> None:
-    tests = [str(HERE / f"test_{suite}.py") for suite in SUITES]
+    tests = [str(HERE / suite) for suite in SUITES]
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "sanitized", "-p", "no:cacheprovider", *tests]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]

@@ -15,10 +15,10 @@ from safetensors.torch import save_file
 
 from tilewright.kernels.errors import SchemeError
 from tilewright.kernels.tensors import TensorSpec
+from tilewright.packer.checkpoint.files import Checkpoint
 from tilewright.packer.plan import Copy, Fate, Piece, Plan, Source, Task
 from tilewright.packer.quantize.options import QuantizeOptions
 from tilewright.packer.quantize.planner import plan_quantize
-from tilewright.packer.sources.checkpoint import Checkpoint
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
 

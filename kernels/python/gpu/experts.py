@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import KernelUnavailableError
-from ..modules import PackedExperts, PackedStack
+from ..modules.packed_modules import PackedExperts, PackedStack
 from .moe import w4a8_fused_experts
 
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..convert import join_nibbles, split_nibbles
 from ..errors import LayoutError
 from ..formats import INT4_BY_GROUP, INT4_G128, WeightFormat
+from ..ops.convert import join_nibbles, split_nibbles
 from ..tensors import QTensor, Reject, TensorSpec
 from .base import check_tensors
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..convert import pack_words
 from ..formats import WeightFormat
+from ..ops.convert import pack_words
 from ..tensors import QTensor, Reject, TensorSpec
 from .base import check_tensors
 from .cpu_blocks import BLOCK_K, check_shape, crop, deinterleave, packed_rows, round_up

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..convert import pack_int4
 from ..errors import LayoutError
 from ..formats import WeightFormat
+from ..ops.convert import pack_int4
 from ..tensors import QTensor, Reject, TensorSpec
 from .base import check_tensors
 from .cpu_blocks import BLOCK_N, check_shape, crop, packed_rows, pad

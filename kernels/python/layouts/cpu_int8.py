@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ..convert import pack_words
 from ..errors import LayoutError
 from ..formats import WeightFormat
+from ..ops.convert import pack_words
 from ..tensors import QTensor, Reject, TensorSpec
 from .base import check_tensors
 from .cpu_blocks import BLOCK_K, check_shape, crop, deinterleave, packed_rows, pad, round_up

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewright.kernels import modules, packed
 from tilewright.kernels.errors import CheckpointError, KernelUnavailableError, LayoutError
 from tilewright.kernels.formats import INT4_G64, INT4_G128, WeightFormat
 from tilewright.kernels.gpu import reference
@@ -18,14 +17,16 @@ from tilewright.kernels.gpu.grouped import linear_w4a8
 from tilewright.kernels.gpu.reorder import REORDERED, reorder, reordered_spec
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.layouts.gpu_hopper import GPU_HOPPER_W4
-from tilewright.kernels.linear_kernels import LINEAR_KERNELS
-from tilewright.kernels.module_spec import ModuleSpec
-from tilewright.kernels.modules import PackedExperts, PackedStack
+from tilewright.kernels.modules import packed_modules as modules
+from tilewright.kernels.modules.linear_kernels import LINEAR_KERNELS
+from tilewright.kernels.modules.packed_modules import PackedExperts, PackedStack
+from tilewright.kernels.packed import directory as packed
+from tilewright.kernels.packed.module_spec import ModuleSpec
 from tilewright.kernels.tensors import QTensor
+from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.pack.planner import plan_pack
 from tilewright.packer.pack.target import GpuTarget
-from tilewright.packer.sources.checkpoint import open_checkpoint
 
 Call = Callable[..., Path]
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

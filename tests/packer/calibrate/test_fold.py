@@ -20,8 +20,8 @@ from tilewright.packer.calibrate.graph import FOLDS, LAYER, Fold, reads  # noqa:
 from tilewright.packer.calibrate.method import Method, Wanted  # noqa: E402
 from tilewright.packer.calibrate.observe import observe  # noqa: E402
 from tilewright.packer.calibrate.store import Solution  # noqa: E402
+from tilewright.packer.checkpoint.files import Checkpoint, open_checkpoint  # noqa: E402
 from tilewright.packer.schemes.base import Target  # noqa: E402
-from tilewright.packer.sources.checkpoint import Checkpoint, open_checkpoint  # noqa: E402
 from tilewright.packer.verify.dequantized import stream_dequantized  # noqa: E402
 from tilewright.packer.verify.directory import read_contents  # noqa: E402
 from tilewright.packer.verify.folds import follow_folds  # noqa: E402

@@ -23,7 +23,7 @@ from pathlib import Path
 from tilewright.packer.calibrate.method import Method, Wanted
 from tilewright.packer.calibrate.run import calibrate_checkpoint
 from tilewright.packer.calibrate.store import Store
-from tilewright.packer.sources.checkpoint import open_checkpoint
+from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.schemes.base import Target
 
 source, text, store = map(Path, sys.argv[1:4])

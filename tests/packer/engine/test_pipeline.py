@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file
 
 from tilewright.kernels.errors import PlanError, SchemeError, TilewrightError
-from tilewright.kernels.safetensors_file import MappedFile, read_header
+from tilewright.kernels.packed.safetensors_file import MappedFile, read_header
 from tilewright.kernels.tensors import Reject
+from tilewright.packer.checkpoint.files import Checkpoint, open_checkpoint
 from tilewright.packer.engine.pipeline import Options, execute
 from tilewright.packer.plan import Copy, Plan
-from tilewright.packer.sources.checkpoint import Checkpoint, open_checkpoint
 
 MakeSource = Callable[..., Path]
 MakePlan = Callable[..., Plan]

@@ -10,11 +10,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.gate import Options, prepare
 from tilewright.packer.engine.resources import BASE_MEMORY, available_memory, disk_needed, memory_plan, task_memory
 from tilewright.packer.engine.shards import plan_shards
 from tilewright.packer.plan import Plan
-from tilewright.packer.sources.checkpoint import open_checkpoint
 
 MakePlan = Callable[..., Plan]
 LARGEST = (4096, 8192)  # 64 MiB in bf16

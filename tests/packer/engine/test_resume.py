@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 
 from tilewright.kernels.errors import CheckpointError, PlanError, TilewrightError
-from tilewright.packer.engine.journal import PARTIAL, Journal, kept_headers
+from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import Options, execute
 from tilewright.packer.plan import Plan
-from tilewright.packer.sources.checkpoint import open_checkpoint
+from tilewright.packer.records.journal import PARTIAL, Journal, kept_headers
 
 MakeSource = Callable[..., Path]
 MakePlan = Callable[..., Plan]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from tilewright.kernels.safetensors_file import DTYPES, read_header
+from tilewright.kernels.packed.safetensors_file import DTYPES, read_header
 from tilewright.kernels.tensors import TensorSpec
 from tilewright.packer.engine.shards import encode_index, plan_shards
 from tilewright.packer.plan import Copy, Piece, Plan, Source, Task

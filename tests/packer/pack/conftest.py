@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.pack.planner import plan_pack
 from tilewright.packer.pack.target import CpuTarget
@@ -18,7 +19,6 @@ from tilewright.packer.pack.unpack import plan_unpack
 from tilewright.packer.plan import Plan
 from tilewright.packer.quantize.options import QuantizeOptions
 from tilewright.packer.quantize.planner import plan_quantize
-from tilewright.packer.sources.checkpoint import open_checkpoint
 
 Tensors = Mapping[str, torch.Tensor]
 

@@ -10,15 +10,15 @@ import pytest
 import torch
 
 from tilewright.kernels.formats import BF16, FP8, INT4_G32, INT4_G128, INT8, WeightFormat
-from tilewright.kernels.module_spec import Cut
-from tilewright.kernels.modules import PackedExperts
-from tilewright.kernels.packed import load_packed
+from tilewright.kernels.modules.packed_modules import PackedExperts
+from tilewright.kernels.packed.directory import load_packed
+from tilewright.kernels.packed.module_spec import Cut
 from tilewright.kernels.tensors import QTensor, TensorSpec
+from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.pack.cuts import Share, cut_of, cut_rejects
 from tilewright.packer.pack.planner import plan_ranks
 from tilewright.packer.pack.target import CpuTarget
-from tilewright.packer.sources.checkpoint import open_checkpoint
 
 Call = Callable[..., Path]
 

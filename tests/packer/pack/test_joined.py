@@ -11,15 +11,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tilewright.kernels.errors import CheckpointError
-from tilewright.kernels.modules import PackedLinear
-from tilewright.kernels.packed import load_packed
-from tilewright.kernels.safetensors_file import read_header
+from tilewright.kernels.modules.packed_modules import PackedLinear
+from tilewright.kernels.packed.directory import load_packed
+from tilewright.kernels.packed.safetensors_file import read_header
+from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.inspect import inspect
 from tilewright.packer.pack.planner import plan_ranks
 from tilewright.packer.pack.target import CpuTarget
 from tilewright.packer.plan import Plan
-from tilewright.packer.sources.checkpoint import open_checkpoint
 
 Call = Callable[..., Path]
 Tensors = dict[str, torch.Tensor]

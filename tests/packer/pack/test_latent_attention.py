@@ -11,14 +11,14 @@ import torch
 import tilewright
 from tilewright.kernels import ops
 from tilewright.kernels.formats import FP8
-from tilewright.kernels.packed import load_packed
+from tilewright.kernels.packed.directory import load_packed
 from tilewright.kernels.tensors import QTensor
+from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.pack.latent_attention import Heads, split_heads
 from tilewright.packer.pack.planner import plan_pack, plan_ranks
 from tilewright.packer.pack.target import CpuTarget
 from tilewright.packer.plan import Plan
-from tilewright.packer.sources.checkpoint import open_checkpoint
 
 Call = Callable[..., Path]
 

@@ -14,8 +14,8 @@ from safetensors.torch import load_file
 from tilewright.kernels.errors import SchemeError
 from tilewright.kernels.formats import FORMATS
 from tilewright.kernels.layouts import LAYOUTS
-from tilewright.kernels.module_spec import ModuleSpec
-from tilewright.kernels.safetensors_file import read_header
+from tilewright.kernels.packed.module_spec import ModuleSpec
+from tilewright.kernels.packed.safetensors_file import read_header
 from tilewright.packer.pack.steps import split_rows
 from tilewright.packer.plan import Plan
 from tilewright.packer.schemes import SCHEMES

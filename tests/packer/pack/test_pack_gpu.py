@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tilewright.kernels.module_spec import ModuleSpec
-from tilewright.kernels.safetensors_file import read_header
+from tilewright.kernels.packed.module_spec import ModuleSpec
+from tilewright.kernels.packed.safetensors_file import read_header
+from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.pack.planner import plan_pack, plan_ranks
 from tilewright.packer.pack.target import GpuTarget
-from tilewright.packer.sources.checkpoint import open_checkpoint
 
 Call = Callable[..., Path]
 Tensors = dict[str, torch.Tensor]

@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tilewright.kernels.module_spec import Cut
+from tilewright.kernels.packed.module_spec import Cut
+from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.pack.planner import plan_pack
 from tilewright.packer.pack.target import CpuTarget, GpuTarget
 from tilewright.packer.plan import Plan
-from tilewright.packer.sources.checkpoint import open_checkpoint
 from tilewright.packer.verify.directory import read_contents
 from tilewright.packer.verify.weights import compare_weights
 

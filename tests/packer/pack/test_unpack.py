@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tilewright.kernels.safetensors_file import read_header
+from tilewright.kernels.packed.safetensors_file import read_header
+from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.pack.unpack import plan_unpack
 from tilewright.packer.schemes import SCHEMES
-from tilewright.packer.sources.checkpoint import open_checkpoint
 
 FORMS = [("none", None)] + [(scheme.id, form) for scheme in SCHEMES.values() for form in scheme.forms]
 Call = Callable[..., Path]

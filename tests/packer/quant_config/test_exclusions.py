@@ -9,12 +9,12 @@ import torch
 from safetensors.torch import save_file
 
 from tilewright.cli.main import load, run
+from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.quant_config.exclusions import View, described, engine_views
 from tilewright.packer.quantize.options import QuantizeOptions
 from tilewright.packer.quantize.planner import plan_quantize
 from tilewright.packer.schemes import SCHEMES
-from tilewright.packer.sources.checkpoint import open_checkpoint
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 LAYER = "model.layers.0"

@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tilewright.kernels.safetensors_file import read_header
+from tilewright.kernels.packed.safetensors_file import read_header
 from tilewright.kernels.tensors import TensorSpec
+from tilewright.packer.checkpoint.files import Checkpoint
 from tilewright.packer.plan import Copy, Plan
 from tilewright.packer.quantize.options import QuantizeOptions
 from tilewright.packer.quantize.planner import plan_quantize
-from tilewright.packer.sources.checkpoint import Checkpoint
 
 QWEN_MOE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 256}
 MODELS = Path(__file__).parents[3] / "examples" / "models"

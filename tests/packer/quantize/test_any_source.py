@@ -11,12 +11,12 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
+from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.gate import Options, prepare
 from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.quantize.options import QuantizeOptions
 from tilewright.packer.quantize.planner import plan_quantize
 from tilewright.packer.schemes import SCHEMES
-from tilewright.packer.sources.checkpoint import open_checkpoint
 
 Tensors = dict[str, torch.Tensor]
 STEMS = ("", "model.", "model.", "model.language_model.", "language_model.model.", "model.visual.")

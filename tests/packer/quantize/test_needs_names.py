@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
+from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.quantize.options import QuantizeOptions
 from tilewright.packer.quantize.planner import plan_quantize
-from tilewright.packer.sources.checkpoint import open_checkpoint
 
 Make = Callable[..., Any]
 LAYER = "model.layers.0"

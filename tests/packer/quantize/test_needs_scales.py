@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tilewright.kernels.layouts import LAYOUTS
+from tilewright.packer.checkpoint import take_inventory
 from tilewright.packer.pack.parallel import tensor_parallel
 from tilewright.packer.schemes import SCHEMES
-from tilewright.packer.sources import take_inventory
 from tilewright.packer.summary import summarize
 
 Make = Callable[..., Any]

@@ -15,6 +15,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from tilewright.kernels.formats import FP8
 from tilewright.kernels.tensors import QTensor
+from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.plan import Source
 from tilewright.packer.quantize.options import QuantizeOptions
@@ -22,7 +23,6 @@ from tilewright.packer.quantize.planner import plan_quantize
 from tilewright.packer.schemes import SCHEMES
 from tilewright.packer.solvers import SOLVERS
 from tilewright.packer.solvers.blocks import block_amax, encode
-from tilewright.packer.sources.checkpoint import open_checkpoint
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "models"
 Make = Callable[..., Any]

@@ -7,9 +7,9 @@ import torch
 
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.tensors import QTensor
+from tilewright.packer.checkpoint.files import Checkpoint
 from tilewright.packer.plan import Plan, Source
 from tilewright.packer.schemes import SCHEMES
-from tilewright.packer.sources.checkpoint import Checkpoint
 
 FORMS = [(scheme.id, form) for scheme in SCHEMES.values() for form in scheme.forms]
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.quantize.options import QuantizeOptions
 from tilewright.packer.quantize.planner import plan_quantize
 from tilewright.packer.schemes import SCHEMES
-from tilewright.packer.sources.checkpoint import open_checkpoint
 from tilewright.packer.verify.directory import read_contents
 from tilewright.packer.verify.weights import TensorResult, compare_weights
 

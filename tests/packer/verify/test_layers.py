@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilewright.kernels import linear_kernels
-from tilewright.packer.sources.checkpoint import open_checkpoint
+from tilewright.kernels.modules import linear_kernels
+from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.verify import layers
 from tilewright.packer.verify.layers import check_layers, layer_names
 

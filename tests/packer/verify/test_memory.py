@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.pack.planner import plan_pack
 from tilewright.packer.pack.target import CpuTarget
 from tilewright.packer.quantize.options import QuantizeOptions
 from tilewright.packer.quantize.planner import plan_quantize
-from tilewright.packer.sources.checkpoint import open_checkpoint
 
 pytest.importorskip("transformers")
 
@@ -23,7 +23,7 @@ HIDDEN, INNER = 512, 2048
 MEASURE = """
 import sys, torch
 from pathlib import Path
-from tilewright.packer.sources.checkpoint import open_checkpoint
+from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.verify.directory import read_contents
 from tilewright.packer.verify.job import Request
 from tilewright.packer.verify.whole_model import compare_directories

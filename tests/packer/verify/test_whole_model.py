@@ -10,7 +10,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from tilewright.kernels.hf import load_model  # noqa: E402
+from tilewright.engines.transformers.model import load_model  # noqa: E402
 from tilewright.packer.verify.job import Request, verify  # noqa: E402
 from tilewright.packer.verify.results import ModelResult  # noqa: E402
 from tilewright.packer.verify.text import evenly_spaced_windows, read_tokens  # noqa: E402

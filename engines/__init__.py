@@ -1,0 +1,1 @@
+"""What serving engines need to run packed layers: one folder each, built on `tilewright.kernels` alone."""

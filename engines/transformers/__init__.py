@@ -1,0 +1,1 @@
+"""Packed directories as transformers models (extra `hf`)."""

@@ -1,0 +1,290 @@
+"""Run a whole transformers model from a packed directory (extra `hf`)."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from tilewright.kernels.errors import CheckpointError, TilewrightError
+from tilewright.kernels.gpu.experts import GpuExperts
+from tilewright.kernels.layouts.gpu_hopper import GPU_HOPPER_W4
+from tilewright.kernels.modules.mlp import PackedMlp, replace_mlps
+from tilewright.kernels.modules.norms import replace_norms
+from tilewright.kernels.modules.packed_modules import PackedExperts, PackedLinear, PackedStack
+from tilewright.kernels.ops import experts as ops_experts
+from tilewright.kernels.ops.reference_experts import gated
+from tilewright.kernels.packed.directory import RUN_HINT, PackedCheckpoint, load_packed
+
+from .attention import use_attention
+
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
+WITHOUT_TRANSFORMERS = "`load_packed` gives the packed modules without transformers"
+LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+# Tensors that checkpoints carry and transformers computes or does not use.
+UNUSED = re.compile(r"\.(?:input_scale|input_zero_point|activation_scale|rotary_emb\.inv_freq)$|\.w_[kv]c$|^mtp\.")
+
+
+def load_model(
+    path: str | Path,
+    rank: int | None = None,
+    device: str = "cpu",
+    verify_checksums: bool = False,
+    fused: bool = True,
+) -> nn.Module:
+    """The transformers model of a packed directory, its Linears and experts run by the bundled kernels.
+
+    The model is built without weights; packed modules take the place of its Linears and experts, and what is left
+    (norms, embeddings, routers) is filled with views of the same mapped files. Nothing is initialised, converted or
+    copied.
+
+    Args:
+        path: The packed directory.
+        rank: Which share of a model that was cut for several ranks; by default the rank of this process, if
+            `torch.distributed` is set up.
+        device: Where to run.
+        verify_checksums: Compare every file with its checksum first.
+        fused: On a CPU, also run gated MLPs, norms and the attention of decode steps by one operator each. False keeps
+            the modules of transformers around packed Linears, for those who hook or replace these.
+
+    Returns:
+        A `PreTrainedModel` in evaluation mode with `generate`; its attribute `packed` is the opened directory.
+
+    Raises:
+        CheckpointError: The directory cannot be run, or its tensors are not those of the model; lists all of them.
+    """
+    if rank is None and distributed.is_available() and distributed.is_initialized():
+        rank = distributed.get_rank()
+    packed = load_packed(path, rank, device, verify_checksums)
+    try:
+        config = AutoConfig.from_pretrained(packed.root)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # transformers raises whatever building the model comes upon
+        reason = f"transformers builds no model of its config: {_first_words(error)}"
+        raise CheckpointError(f"{packed.root}: {reason}", hint=WITHOUT_TRANSFORMERS) from error
+    used = _replace_modules(model, packed, config)
+    fused = fused and device == "cpu"
+    if fused:
+        replace_mlps(model, packed)
+    if packed.cut.ranks > 1:
+        _add_up(model, packed)
+    missing = _fill(model, packed, used)
+    unused = [name for name in [*packed.specs, *packed.plain] if name not in used and not _ignored(name, config)]
+    if missing or unused:
+        lines = [f"`{name}` is not in the files" for name in missing]
+        lines += [f"`{name}` has no place in {type(model).__name__}" for name in unused]
+        raise CheckpointError(f"{packed.root}: does not fit the model:\n  " + "\n  ".join(lines))
+    _keep_precision(model)
+    if fused:
+        replace_norms(model)
+        use_attention(model)
+    if (packed.root / "generation_config.json").is_file():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(packed.root)
+        except Exception as error:  # likewise
+            reason = f"transformers cannot use generation_config.json: {_first_words(error)}"
+            hint = "correct it, or remove it for transformers' defaults"
+            raise CheckpointError(f"{packed.root}: {reason}", hint=hint) from error
+    model.packed = packed
+    model.eval()
+    return model  # type: ignore[no-any-return]
+
+
+def _first_words(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+def _ignored(name: str, config: Any) -> bool:
+    """Whether transformers has no module for it on purpose: MTP layers, activation scales, buffers it computes."""
+    layer = LAYER.search(name)
+    layers = config.get_text_config().num_hidden_layers
+    return bool(UNUSED.search(name)) or bool(layer and int(layer[1]) >= layers)
+
+
+def _replace_modules(model: nn.Module, packed: PackedCheckpoint, config: Any) -> set[str]:
+    """Put packed modules in the places of what they replace; returns the names of those that found one."""
+    used = set()
+    for name, spec in packed.specs.items():
+        if _ignored(name, config):
+            continue
+        stack, _, kind = name.rpartition(".")
+        is_stack = kind in {"w13", "w2"} and len(spec.shape) == 3
+        places = [stack] if is_stack else [*spec.linears()] or [name]  # the model has the parts of a joined module
+        try:
+            replaced = {place: model.get_submodule(place) for place in places}
+        except AttributeError:
+            continue
+        used.add(name)
+        if kind == "w13" and is_stack:
+            model.set_submodule(stack, _experts(stack, replaced[stack], packed, config))
+        elif not is_stack:
+            for place, old in replaced.items():
+                _check_linear(place, old, packed)
+                model.set_submodule(place, packed[place])
+    return used
+
+
+def _experts(stack: str, old: Any, packed: PackedCheckpoint, config: Any) -> PackedExperts:
+    w13, w2 = packed.get(f"{stack}.w13"), packed.get(f"{stack}.w2")
+    if len(inspect.signature(old.forward).parameters) != 3:
+        reason = f"{type(old).__name__} is not called as routed experts are"
+        raise CheckpointError(f"{packed.root}: `{stack}`: {reason}", hint=WITHOUT_TRANSFORMERS)
+    if not isinstance(w13, PackedStack) or not isinstance(w2, PackedStack):
+        raise CheckpointError(f"{packed.root}: `{stack}`: w13 and w2 are not both stacks of experts", hint=RUN_HINT)
+    text = config.get_text_config()
+    activation = str(getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", ""))
+    activation, alpha, limit = _gating(f"{packed.root}: `{stack}`", old, ACTIVATIONS.get(activation, activation))
+    if w13.spec.layout is not GPU_HOPPER_W4:
+        return PackedExperts(stack, w13, w2, activation, alpha, limit)
+    first, second = packed.input_scale(f"{stack}.w13"), packed.input_scale(f"{stack}.w2")
+    scales = None if first is None or second is None else (first, second)
+    return GpuExperts(stack, w13, w2, activation, scales)
+
+
+def _gating(subject: str, old: Any, activation: str) -> tuple[str, float, float]:
+    """Activation, alpha and limit by which experts do what `old` does between their products.
+
+    config.json does not say it all (GPT-OSS calls its clamped gate `silu`), so the module that is replaced is asked.
+
+    Raises:
+        CheckpointError: It computes something else.
+    """
+    alpha, limit = float(getattr(old, "alpha", 1.702)), float(getattr(old, "limit", 7.0))
+    if not hasattr(old, "_apply_gate"):
+        return activation, alpha, limit
+    side = torch.linspace(-12, 12, 25)
+    gate, up = side.repeat(len(side)), side.repeat_interleave(len(side))
+    wanted = old._apply_gate(torch.cat([gate, up]) if old.is_concatenated else torch.stack([gate, up], -1).flatten())
+    for candidate in (activation, "clamped_swiglu"):
+        if candidate not in ops_experts.ACTIVATIONS:
+            continue
+        if torch.allclose(gated(gate, up, candidate, alpha, limit), wanted, rtol=1e-4, atol=1e-4):
+            return candidate, alpha, limit
+    known = ", ".join(ops_experts.ACTIVATIONS)
+    reason = f"{type(old).__name__} gates its experts in another way than {known}"
+    raise CheckpointError(f"{subject}: {reason}", hint=WITHOUT_TRANSFORMERS)
+
+
+def _add_up(model: nn.Module, packed: PackedCheckpoint) -> None:
+    """Let modules that hold some of the columns or experts add up their results over the ranks."""
+    size = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
+    if size != packed.cut.ranks:
+        raise CheckpointError(
+            f"{packed.root}: is cut for {packed.cut.ranks} ranks, this process is one of {size}",
+            hint=f"start it with `torchrun --nproc-per-node {packed.cut.ranks}` and `init_process_group`",
+        )
+    for module in model.modules():
+        match module:
+            case PackedExperts():
+                spec = module.w2.spec
+            case PackedMlp():
+                spec = module.down_proj.spec
+            case PackedLinear():
+                spec = module.spec
+            case _:
+                continue
+        module.reduce = sum_over_ranks if spec.is_summand else None
+
+
+# The last sum stays ours until the next one. Otherwise a thread of gloo may be its last owner and free its tensor while
+# the interpreter ends, which takes the process down (seen with torch 2.13 and Python 3.11).
+_LAST_WORK: list[distributed.Work] = []
+
+
+def sum_over_ranks(y: torch.Tensor) -> torch.Tensor:
+    """The sum of every rank's `y`, added in fp32."""
+    total = y.to(torch.float32)
+    work = distributed.all_reduce(total, async_op=not torch.compiler.is_compiling())
+    if work is not None:
+        work.wait()
+        _LAST_WORK[:] = [work]
+    return total.to(y.dtype)
+
+
+def _check_linear(name: str, old: nn.Module, packed: PackedCheckpoint) -> None:
+    new = packed[name]
+    if not isinstance(old, nn.Linear) or not isinstance(new, PackedLinear):
+        reason = f"`{name}` is a packed Linear, in the model it is {type(old).__name__}"
+        raise CheckpointError(f"{packed.root}: {reason}", hint=WITHOUT_TRANSFORMERS)
+    if type(old).forward is not nn.Linear.forward:
+        reason = f"`{name}` is a packed Linear, {type(old).__name__} computes something else"
+        raise CheckpointError(f"{packed.root}: {reason}", hint=WITHOUT_TRANSFORMERS)
+    needed, found = [old.out_features, old.in_features], list(new.spec.whole or new.spec.shape)
+    if needed != found:
+        raise CheckpointError(f"{packed.root}: `{name}` is {found}, the model needs {needed}")
+
+
+def _fill(model: nn.Module, packed: PackedCheckpoint, used: set[str]) -> list[str]:
+    """Give every tensor that is still on the meta device its value; returns the names of those that have none."""
+    missing = []
+    for path, module in list(model.named_modules()):
+        prefix = f"{path}." if path else ""
+        tensors = {**module._parameters, **module._buffers}
+        for key, tensor in tensors.items():
+            if tensor is None or tensor.device.type != "meta":
+                continue
+            name = f"{prefix}{key}"
+            if name in packed.plain:
+                _set(module, key, packed.tensor(name), tensor, f"{packed.root}: `{name}`")
+                used.add(name)
+            elif key in module._non_persistent_buffers_set and hasattr(module, "config"):
+                _compute_buffers(module)
+            else:
+                missing.append(name)
+    return missing
+
+
+class PlainLinear(nn.Module):
+    """A Linear whose weight stays as it is: activations are brought to its dtype, and results back to theirs."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.weight = linear.weight
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiply: x [.., K] -> [.., N] in the dtype of `x`."""
+        bias = None if self.bias is None else self.bias.to(self.weight.dtype)
+        return nn.functional.linear(x.to(self.weight.dtype), self.weight, bias).to(x.dtype)
+
+
+def _keep_precision(model: nn.Module) -> None:
+    """Let plain matrices (routers, Linears in fp32) compute in their own precision, whatever the activations are."""
+    for path, module in list(model.named_modules()):
+        weight = module._parameters.get("weight")
+        if weight is None or weight.dim() != 2 or isinstance(module, nn.Embedding):
+            continue
+        if type(module).forward is nn.Linear.forward:
+            model.set_submodule(path, PlainLinear(module))
+        else:
+            module.register_forward_pre_hook(_to_dtype_of_weight)
+
+
+def _to_dtype_of_weight(module: nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    assert isinstance(module.weight, torch.Tensor)
+    return (arguments[0].to(module.weight.dtype), *arguments[1:])
+
+
+def _set(module: nn.Module, key: str, value: torch.Tensor, old: torch.Tensor, subject: str) -> None:
+    if value.shape != old.shape:
+        raise CheckpointError(f"{subject} is {list(value.shape)}, the model needs {list(old.shape)}")
+    if key in module._parameters:
+        module._parameters[key] = nn.Parameter(value, requires_grad=False)
+    else:
+        module._buffers[key] = value
+
+
+def _compute_buffers(module: nn.Module) -> None:
+    """Compute what a module computes when it is made (rotary frequencies), which making it on meta left out."""
+    twin = type(module)(module.config)
+    if any(tensor.device.type == "meta" for tensor in twin.buffers()) or list(twin.parameters()):
+        raise TilewrightError(f"{type(module).__name__}: its buffers cannot be computed on their own")
+    module._buffers.update(twin._buffers)

@@ -1,0 +1,51 @@
+"""Which bundled kernel multiplies by a weight of which layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from .. import ops
+from ..gpu.grouped import linear_w4a8
+from ..registry import Registry
+
+
+@dataclass(frozen=True)
+class LinearKernel:
+    """Multiplies activations by one packed matrix.
+
+    Attributes:
+        id: The layout that it reads.
+        device: Type of the device that it runs on.
+        suffixes: The layout's tensors, in the order in which the operator takes them.
+        op: The operator: (x [.., K], *tensors, N, bias fp32 [N] or None) -> [.., N] in the dtype of x.
+    """
+
+    id: str
+    device: str
+    suffixes: tuple[str, ...]
+    op: Callable[..., torch.Tensor]
+
+    def run(self, x: torch.Tensor, tensors: Mapping[str, torch.Tensor | None], n: int) -> torch.Tensor:
+        """`x W^T + bias` for a matrix of `n` rows, whose tensors and `bias` are found by their suffixes."""
+        return self.op(x, *map(tensors.__getitem__, self.suffixes), n, tensors["bias"])
+
+    @cached_property
+    def scale(self) -> str:
+        """Suffix of its scales; "" if it has none."""
+        return next((suffix for suffix in self.suffixes if "scale" in suffix), "")
+
+
+LINEAR_KERNELS: Registry[LinearKernel] = Registry(
+    "linear kernel for layout",
+    (
+        LinearKernel("cpu-vnni-bf16", "cpu", ("weight",), ops.linear_bf16),
+        LinearKernel("cpu-vnni-int8", "cpu", ("weight", "weight_scale"), ops.linear_int8),
+        LinearKernel("cpu-vnni-fp8", "cpu", ("weight", "weight_scale_inv"), ops.linear_fp8),
+        LinearKernel("cpu-vnni-int4", "cpu", ("weight", "weight_zero_point", "weight_scale"), ops.linear_int4),
+        LinearKernel("gpu-hopper-w4", "cuda", ("tiles", "scales"), linear_w4a8),
+    ),
+)

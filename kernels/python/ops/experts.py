@@ -1,0 +1,195 @@
+"""The operators of expert layers: gate and up, activation, down and the weighted sum in one call.
+
+Weights are packed tensors as they lie in the file (docs/format.md): `w13` stacks gate and up of each expert, gate
+first, each padded to whole blocks for itself; the kind is that of the dtype: bf16, int8 (activations int8 by row),
+float8_e4m3fn (blocks of 128 x 128, activations bf16) or uint8 (int4 with zero points). `tilewright.kernels.ops.
+reference_experts` states the arithmetic. A token gives the same bits whatever the batch and the number of threads.
+
+Axes: T tokens, H hidden size, I inner size of an expert, E experts of the stack, k choices per token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _native  # noqa: F401  (loads the operators)
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
+_FUSED_EXPERTS, _FUSED_EXPERTS_OUT = torch.ops.tilewright.fused_experts.default, torch.ops.tilewright.fused_experts.out
+_SHARED_EXPERT, _SHARED_EXPERT_OUT = torch.ops.tilewright.shared_expert.default, torch.ops.tilewright.shared_expert.out
+
+
+def fused_experts(
+    x: Tensor,
+    topk_weights: Tensor,
+    topk_ids: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    inner: int,
+    w13_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
+    w13_zeros: Tensor | None = None,
+    w2_zeros: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    activation: str = "silu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    routed_scale: float = 1.0,
+    int8_activations: bool = True,
+    first_expert: int = 0,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Routed experts: `y = routed_scale * Σ weight * W2(act(gate(x)) * up(x))`, summed in fp32, rounded once.
+
+    Args:
+        x: fp32, bf16 or fp16 [T, H].
+        topk_weights: fp32 [T, k].
+        topk_ids: int32 or int64 [T, k]; one outside of the stack (such as -1) contributes nothing.
+        w13: Packed gate and up, [E, 2I', ..].
+        w2: Packed down, [E, H', ..].
+        inner: I.
+        w13_scale: fp32; int8 [E, 2I', 1], fp8 [E, 2 ceil(I / 128), ceil(H / 128)], int4 [E, blocks, groups, 32].
+        w2_scale: The same for `w2`.
+        w13_zeros: int8 [E, blocks, groups, 32] zero points of int4.
+        w2_zeros: The same for `w2`.
+        w13_bias: fp32 [E, 2I], gate first.
+        w2_bias: fp32 [E, H].
+        activation: One of `ACTIVATIONS`.
+        alpha: Slope of `clamped_swiglu`.
+        limit: Bound of `clamped_swiglu`.
+        routed_scale: Factor of the result.
+        int8_activations: Of int4: quantize activations to int8 by row (W4A8), or round them to bf16 (W4A16).
+        first_expert: Number of the stack's first expert.
+        out: Takes the result: contiguous, of its shape and dtype; must not share memory with an input.
+
+    Returns:
+        [T, H] in the dtype of `x`; `out` if that is given.
+
+    Raises:
+        RuntimeError: A shape, dtype or activation is not one of these; the message names it.
+    """
+    arguments = (
+        x,
+        topk_weights,
+        topk_ids,
+        w13,
+        w2,
+        inner,
+        w13_scale,
+        w2_scale,
+        w13_zeros,
+        w2_zeros,
+        w13_bias,
+        w2_bias,
+        activation,
+        alpha,
+        limit,
+        routed_scale,
+        int8_activations,
+        first_expert,
+    )
+    if out is not None:
+        _FUSED_EXPERTS_OUT(*arguments, out=out)
+        return out
+    result: Tensor = _FUSED_EXPERTS(*arguments)
+    return result
+
+
+@torch.library.register_fake("tilewright::fused_experts.out")
+def _(*_arguments: object, **_options: object) -> None:
+    return
+
+
+@torch.library.register_fake("tilewright::fused_experts")
+def _(x: Tensor, *_arguments: object, **_options: object) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def shared_expert(
+    x: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    inner: int,
+    w13_scale: Tensor | None = None,
+    w2_scale: Tensor | None = None,
+    w13_zeros: Tensor | None = None,
+    w2_zeros: Tensor | None = None,
+    w13_bias: Tensor | None = None,
+    w2_bias: Tensor | None = None,
+    fused_out: Tensor | None = None,
+    gate: Tensor | None = None,
+    fused_scale: float = 1.0,
+    activation: str = "silu",
+    alpha: float = 1.702,
+    limit: float = 7.0,
+    int8_activations: bool = True,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The expert of every token, and the routed ones' output: `sigmoid(gate) * expert(x) + fused_scale * fused_out`.
+
+    `x` is not changed: the routed experts may still need it.
+
+    Args:
+        x: fp32, bf16 or fp16 [.., H], T tokens in all.
+        w13: Packed gate and up [2I', ..], or a stack of one.
+        w2: Packed down [H', ..].
+        inner: I.
+        w13_scale: As in `fused_experts`, without the axis of experts.
+        w2_scale: The same for `w2`.
+        w13_zeros: Zero points of int4.
+        w2_zeros: The same for `w2`.
+        w13_bias: fp32 [2I], gate first.
+        w2_bias: fp32 [H].
+        fused_out: Of the shape and dtype of `x`; None adds nothing.
+        gate: Logits [T, 1], fp32, bf16 or fp16; None means no gate.
+        fused_scale: Factor of `fused_out`.
+        activation: One of `ACTIVATIONS`.
+        alpha: Slope of `clamped_swiglu`.
+        limit: Bound of `clamped_swiglu`.
+        int8_activations: Of int4: W4A8 or W4A16.
+        out: Takes the result, as in `fused_experts`; may be `fused_out` itself.
+
+    Returns:
+        [.., H] in the dtype of `x`, rounded once; `out` if that is given.
+
+    Raises:
+        RuntimeError: A shape, dtype or activation is not one of these; the message names it.
+    """
+    arguments = (
+        x,
+        w13,
+        w2,
+        inner,
+        w13_scale,
+        w2_scale,
+        w13_zeros,
+        w2_zeros,
+        w13_bias,
+        w2_bias,
+        fused_out,
+        gate,
+        fused_scale,
+        activation,
+        alpha,
+        limit,
+        int8_activations,
+    )
+    if out is not None:
+        _SHARED_EXPERT_OUT(*arguments, out=out)
+        return out
+    result: Tensor = _SHARED_EXPERT(*arguments)
+    return result
+
+
+@torch.library.register_fake("tilewright::shared_expert.out")
+def _(*_arguments: object, **_options: object) -> None:
+    return
+
+
+@torch.library.register_fake("tilewright::shared_expert")
+def _(x: Tensor, *_arguments: object, **_options: object) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)

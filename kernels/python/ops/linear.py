@@ -1,0 +1,181 @@
+"""The operators of packed layers: y = x · wᵀ (+ bias), one function for each kind of weight.
+
+All take activations `x` [..., K] in fp32, bf16 or fp16 and give `y` [..., n] in the same dtype; `weight` is the packed
+tensor as it lies in the file (docs/format.md), whose rows are padded with zeros to a multiple of 32 and whose columns
+are too; `n` is the logical number of output features and `bias` fp32 [n]. `tilewright.kernels.ops.reference` states
+what each computes. On one machine a row gives the same bits whatever the batch and the number of threads.
+Inputs are never changed; `out`, contiguous and of the shape and dtype of the result, must not share memory with them.
+
+The same operators are `torch.ops.tilewright.*` and work under `torch.compile`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import _native  # noqa: F401  (loads the operators)
+
+# Looked up once: finding an overload by its name takes as long as a small product.
+_LINEAR_BF16, _LINEAR_BF16_OUT = torch.ops.tilewright.linear_bf16.default, torch.ops.tilewright.linear_bf16.out
+_LINEAR_INT8, _LINEAR_INT8_OUT = torch.ops.tilewright.linear_int8.default, torch.ops.tilewright.linear_int8.out
+_LINEAR_FP8, _LINEAR_FP8_OUT = torch.ops.tilewright.linear_fp8.default, torch.ops.tilewright.linear_fp8.out
+_LINEAR_INT4, _LINEAR_INT4_OUT = torch.ops.tilewright.linear_int4.default, torch.ops.tilewright.linear_int4.out
+
+
+def linear_bf16(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    """Linear layer with a bf16 weight; activations are rounded to bf16, sums are fp32.
+
+    Args:
+        x: fp32, bf16 or fp16 [..., K].
+        weight: bf16 [N', K'] packed in pairs of columns; N' is n rounded up to 32 (16 is accepted), K' is K rounded up.
+        n: Output features.
+        bias: fp32 [n].
+        out: Takes the result.
+
+    Returns:
+        [..., n] in the dtype of `x`; `out` if that is given.
+    """
+    if out is not None:
+        _LINEAR_BF16_OUT(x, weight, n, bias, out=out)
+        return out
+    result: Tensor = _LINEAR_BF16(x, weight, n, bias)
+    return result
+
+
+def linear_int8(
+    x: Tensor, weight: Tensor, scale: Tensor, n: int, bias: Tensor | None = None, *, out: Tensor | None = None
+) -> Tensor:
+    """Linear layer with an int8 weight; activations are quantized to int8 row by row, sums are exact integers.
+
+    Args:
+        x: fp32, bf16 or fp16 [..., K].
+        weight: int8 [N', K' + 4] packed in quads of columns, with 32 int32 corrections at the end of each 32 rows.
+        scale: fp32, one per packed row (N' elements, or n).
+        n: Output features.
+        bias: fp32 [n].
+        out: Takes the result.
+
+    Returns:
+        [..., n] in the dtype of `x`; `out` if that is given.
+    """
+    if out is not None:
+        _LINEAR_INT8_OUT(x, weight, scale, n, bias, out=out)
+        return out
+    result: Tensor = _LINEAR_INT8(x, weight, scale, n, bias)
+    return result
+
+
+def linear_fp8(
+    x: Tensor, weight: Tensor, scale: Tensor, n: int, bias: Tensor | None = None, *, out: Tensor | None = None
+) -> Tensor:
+    """Linear layer with an FP8 weight in blocks of 128 x 128; activations are rounded to bf16, codes decoded exactly.
+
+    Args:
+        x: fp32, bf16 or fp16 [..., K].
+        weight: float8_e4m3fn [N', K'] packed in pairs of columns.
+        scale: fp32 [ceil(n / 128), ceil(K / 128)] multipliers, as in the checkpoint.
+        n: Output features.
+        bias: fp32 [n].
+        out: Takes the result.
+
+    Returns:
+        [..., n] in the dtype of `x`; `out` if that is given.
+    """
+    if out is not None:
+        _LINEAR_FP8_OUT(x, weight, scale, n, bias, out=out)
+        return out
+    result: Tensor = _LINEAR_FP8(x, weight, scale, n, bias)
+    return result
+
+
+def linear_int4(
+    x: Tensor,
+    weight: Tensor,
+    zeros: Tensor,
+    scale: Tensor,
+    n: int,
+    bias: Tensor | None = None,
+    int8_activations: bool = True,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Linear layer with an int4 weight in groups of 32, 64 or 128 columns.
+
+    Args:
+        x: fp32, bf16 or fp16 [..., K]; K is a multiple of the group.
+        weight: uint8 [ceil(n / 32), K / group, 16 * group + 128] packed nibbles and sums.
+        zeros: int8 [ceil(n / 32), K / group, 32] zero points.
+        scale: fp32 [ceil(n / 32), K / group, 32].
+        n: Output features.
+        bias: fp32 [n].
+        int8_activations: Quantize activations to int8 row by row (W4A8); otherwise round them to bf16 (W4A16).
+        out: Takes the result.
+
+    Returns:
+        [..., n] in the dtype of `x`; `out` if that is given.
+    """
+    if out is not None:
+        _LINEAR_INT4_OUT(x, weight, zeros, scale, n, bias, int8_activations, out=out)
+        return out
+    result: Tensor = _LINEAR_INT4(x, weight, zeros, scale, n, bias, int8_activations)
+    return result
+
+
+def bmm(a: Tensor, weight: Tensor, n: int, scale: Tensor | None = None) -> Tensor:
+    """Batched matrix product `a[b] · weight[b]ᵀ`, for the absorbed `w_kc` and `w_vc` of latent attention.
+
+    Each matrix is multiplied as by `linear_bf16` or `linear_fp8`.
+
+    Args:
+        a: fp32, bf16 or fp16 [B, M, K], any strides.
+        weight: Packed bf16 or float8_e4m3fn [B, N', K'].
+        n: Output features.
+        scale: fp32 [B, ceil(n / 128), ceil(K / 128)] of FP8.
+
+    Returns:
+        [B, M, n] in the dtype of `a`, contiguous.
+    """
+    result: Tensor = torch.ops.tilewright.bmm(a, weight, n, scale)
+    return result
+
+
+@torch.library.register_fake("tilewright::linear_bf16")
+def _(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], n))
+
+
+@torch.library.register_fake("tilewright::linear_int8")
+def _(x: Tensor, weight: Tensor, scale: Tensor, n: int, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], n))
+
+
+@torch.library.register_fake("tilewright::linear_fp8")
+def _(x: Tensor, weight: Tensor, scale: Tensor, n: int, bias: Tensor | None = None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], n))
+
+
+@torch.library.register_fake("tilewright::linear_int4")
+def _(
+    x: Tensor,
+    weight: Tensor,
+    zeros: Tensor,
+    scale: Tensor,
+    n: int,
+    bias: Tensor | None = None,
+    int8_activations: bool = True,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], n))
+
+
+@torch.library.register_fake("tilewright::linear_bf16.out")
+@torch.library.register_fake("tilewright::linear_int8.out")
+@torch.library.register_fake("tilewright::linear_fp8.out")
+@torch.library.register_fake("tilewright::linear_int4.out")
+def _(*_arguments: object, **_options: object) -> None:
+    return
+
+
+@torch.library.register_fake("tilewright::bmm")
+def _(a: Tensor, weight: Tensor, n: int, scale: Tensor | None = None) -> Tensor:
+    return a.new_empty((a.shape[0], a.shape[1], n))

@@ -1,0 +1,244 @@
+"""What a packed file says about itself and its modules: enough to run them, and to turn them back into their source."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..errors import CheckpointError, LayoutError, TilewrightError, shown
+from ..formats import FORMATS, WeightFormat
+from ..layouts import LAYOUTS
+from ..layouts.base import Layout
+from ..layouts.cpu_blocks import row_unit
+from ..tensors import Reject, TensorSpec
+from .safetensors_file import DTYPE_NAMES, DTYPES, Header
+
+PACKED_VERSION = "1"
+QUANT_METHOD = "tilewright"
+INPUT_SCALE = "input_scale"  # last part of the name of a static activation scale
+# Linears of the same input that are packed as one, under the name that engines give it: name -> its parts in row order.
+JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Which share of a model lies in a directory.
+
+    Attributes:
+        tp: Rank and number of ranks that every matrix is cut for.
+        ep: Rank and number of ranks that the experts are dealt to.
+    """
+
+    tp: tuple[int, int] = (0, 1)
+    ep: tuple[int, int] = (0, 1)
+
+    def to_json(self) -> str:
+        """The value of `tilewright.cut`."""
+        return json.dumps({"tp": list(self.tp), "ep": list(self.ep)})
+
+    @staticmethod
+    def from_json(text: str) -> Cut:
+        """The inverse of `to_json`.
+
+        Raises:
+            LayoutError: It is no such value.
+        """
+        try:
+            fields = json.loads(text)
+            (tp_rank, tp_size), (ep_rank, ep_size) = fields["tp"], fields["ep"]
+            return Cut((int(tp_rank), int(tp_size)), (int(ep_rank), int(ep_size)))
+        except (KeyError, TypeError, ValueError, RecursionError) as error:
+            raise LayoutError(f"`tilewright.cut` is {shown(text)}, which describes no cut") from error
+
+    @property
+    def ranks(self) -> int:
+        """How many directories make the whole model."""
+        return max(self.tp[1], self.ep[1])
+
+    @property
+    def rank(self) -> int:
+        """Which of them this is."""
+        return self.tp[0] if self.tp[1] > 1 else self.ep[0]
+
+
+def rank_directory(rank: int, ranks: int) -> str:
+    """Name of the directory of one rank below the output directory."""
+    return f"rank-{rank}-of-{ranks}"
+
+
+@dataclass(frozen=True)
+class ModuleSpec:
+    """One packed module: a weight [N, K] or a stack of experts [E, N, K], with or without a bias.
+
+    Linears that are packed as one (`JOINED`) are a weight like any other, whose rows are theirs one after the other. As
+    each has whole blocks of rows, its tensors are slices of the joined ones along the first dimension.
+
+    Attributes:
+        layout: How its tensors are arranged.
+        format: What its numbers mean.
+        shape: Logical shape, without padding.
+        parts: Equal parts of the rows, each padded and scaled on its own (gate and up: 2).
+        sources: Modules of the source whose rows it holds, in row order; `{}` stands for the number of an expert,
+            counted from `first_expert`.
+        source_layout: Layout of the weight in the source.
+        bias_dtype: dtype of the bias in the source, or None without a bias. Packed biases are fp32.
+        first_expert: Number that the first expert of the stack has in the source.
+        whole: Logical shape of the uncut module; empty if this is all of it.
+        joined: Rows of each source, if they are Linears that were joined; else empty, and sources are equal parts.
+    """
+
+    layout: Layout
+    format: WeightFormat
+    shape: tuple[int, ...]
+    parts: int = 1
+    sources: tuple[str, ...] = ()
+    source_layout: str = ""
+    bias_dtype: torch.dtype | None = None
+    first_expert: int = 0
+    whole: tuple[int, ...] = ()
+    joined: tuple[int, ...] = ()
+
+    @property
+    def source_rows(self) -> tuple[int, ...]:
+        """Rows of each source."""
+        return self.joined or (self.shape[-2] // self.parts,) * self.parts
+
+    @property
+    def numbers(self) -> range:
+        """Numbers that the experts of the stack have in the source."""
+        return range(self.first_expert, self.first_expert + self.shape[0])
+
+    @property
+    def is_summand(self) -> bool:
+        """Whether results have to be added up over all ranks: this one has some of the columns or of the experts."""
+        return bool(self.whole) and (self.whole[-1], self.whole[:-2]) != (self.shape[-1], self.shape[:-2])
+
+    def linears(self) -> dict[str, tuple[ModuleSpec, slice]]:
+        """The Linears that were joined: name -> what it is on its own, and its rows; empty if none were."""
+        if not self.joined:
+            return {}
+        found: dict[str, tuple[ModuleSpec, slice]] = {}
+        start = 0
+        for name, n in zip(self.sources, self.joined, strict=True):
+            whole = (n * self.whole[0] // self.shape[0], self.whole[1]) if self.whole else ()
+            spec = replace(self, shape=(n, self.shape[1]), sources=(name,), whole=whole, joined=())
+            found[name] = spec, slice(start, start + n)
+            start += n
+        return found
+
+    def take(self, tensors: Mapping[str, torch.Tensor], rows: slice) -> dict[str, torch.Tensor]:
+        """Views of some rows, whole blocks of them, of a weight [N, K] in each of its tensors."""
+        n = self.shape[0]
+        return {
+            suffix: tensor[len(tensor) * rows.start // n : len(tensor) * rows.stop // n]
+            for suffix, tensor in tensors.items()
+        }
+
+    def tensors(self) -> dict[str, TensorSpec]:
+        """Suffix, dtype and shape of each of its tensors, `bias` fp32 [.., N] included."""
+        specs = dict(self.layout.specs(self.format, self.shape, self.parts))
+        if self.bias_dtype is not None:
+            specs["bias"] = TensorSpec(torch.float32, self.shape[:-1])
+        return specs
+
+    def _against_sources(self) -> Reject | None:
+        """Why it cannot have been made of the modules that it names, or None if it can."""
+        rows, names, whole = self.source_rows, self.sources, self.whole or self.shape
+        if len(whole) != len(self.shape) or any(size < mine for size, mine in zip(whole, self.shape, strict=True)):
+            return Reject("whole", f"{list(whole)} has no share of {list(self.shape)}")
+        if names and (len(names) != len(rows) or len(set(names)) != len(names)):
+            return Reject("sources", f"{', '.join(names)} are not {len(rows)} modules")
+        number = "{}" if len(self.shape) > 2 else ""
+        if any(number not in name or {"{", "}"} & set(name.replace(number, "", 1)) for name in names):
+            return Reject("sources", f"{', '.join(names)}: `{{}}` must stand once in those of a stack, nowhere else")
+        return None
+
+    def _against_joined(self) -> Reject | None:
+        """Why its rows cannot be those of the Linears that it names, or None if they can."""
+        unit = row_unit(self.format)
+        if not self.joined:
+            return None
+        if self.parts > 1 or not 1 < len(self.joined) == len(self.sources) or (sum(self.joined),) != self.shape[:-1]:
+            return Reject("joined", f"{list(self.joined)} are not the rows of its {len(self.sources)} sources")
+        if any(rows < 1 or rows % unit for rows in self.joined):
+            return Reject("joined", f"{list(self.joined)} are no multiples of {unit}")
+        return None
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields that `tilewright.modules` holds for it."""
+        fields: dict[str, Any] = {
+            "layout": self.layout.id,
+            "version": self.layout.version,
+            "format": self.format.id,
+            "shape": list(self.shape),
+            "parts": self.parts,
+            "sources": list(self.sources),
+            "source_layout": self.source_layout,
+        }
+        if self.bias_dtype is not None:
+            fields["bias"] = DTYPE_NAMES[self.bias_dtype]
+        if self.first_expert:
+            fields["first_expert"] = self.first_expert
+        if self.whole:
+            fields["whole"] = list(self.whole)
+        if self.joined:
+            fields["joined"] = list(self.joined)
+        return fields
+
+    @staticmethod
+    def from_json(module: str, fields: Mapping[str, Any]) -> ModuleSpec:
+        """The inverse of `to_json`.
+
+        Raises:
+            LayoutError: A field is missing or unknown here, or the layout has another version.
+        """
+        try:
+            layout = LAYOUTS[fields["layout"]]
+            if fields["version"] != layout.version:
+                raise LayoutError(
+                    f"layout `{layout.id}` has version {layout.version} here, the file has {fields['version']}",
+                    hint="pack the checkpoint again with this release",
+                )
+            spec = ModuleSpec(
+                layout,
+                FORMATS[fields["format"]],
+                tuple(int(size) for size in fields["shape"]),
+                int(fields["parts"]),
+                tuple(str(name) for name in fields.get("sources", ())),
+                str(fields.get("source_layout", "")),
+                DTYPES[fields["bias"]] if "bias" in fields else None,
+                int(fields.get("first_expert", 0)),
+                tuple(int(size) for size in fields.get("whole", ())),
+                tuple(int(rows) for rows in fields.get("joined", ())),
+            )
+            if len(spec.shape) not in {2, 3} or spec.parts < 1 or spec.shape[-2] % spec.parts:
+                raise ValueError(f"{spec.parts} parts of shape {list(spec.shape)}")
+            reject = layout.accepts(spec.format, spec.shape, spec.parts) or spec._against_joined()
+            reject = reject or spec._against_sources()
+        except TilewrightError as error:
+            raise LayoutError(f"{module}: {error.message}", hint=error.hint) from error
+        except (KeyError, TypeError, ValueError) as error:
+            raise LayoutError(f"{module}: broken description of a packed module: {error!r}") from error
+        if reject:
+            raise LayoutError(f"{module}: {reject}")
+        return spec
+
+
+def described_modules(header: Header) -> dict[str, Any]:
+    """What a file says about its packed modules: name -> fields for `ModuleSpec.from_json`; empty if nothing.
+
+    Raises:
+        CheckpointError: It is no JSON object.
+    """
+    text = header.metadata.get("tilewright.modules", "{}")
+    try:
+        modules = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{header.path}: `tilewright.modules` is not valid JSON: {error}") from error
+    if not isinstance(modules, dict):
+        raise CheckpointError(f"{header.path}: `tilewright.modules` is {shown(text)}, a JSON object is expected")
+    return modules

@@ -1,0 +1,171 @@
+"""Open a checkpoint: names, dtypes, shapes, config and side files, from headers only."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tilewright.kernels.errors import CheckpointError, shown
+from tilewright.kernels.packed.safetensors_file import Entry, Header, MappedFile, read_header
+from tilewright.kernels.tensors import TensorSpec
+
+from ..plan import Source
+from .hub import download, is_hub_id
+from .shard_index import Shards, find_shards
+from .side_files import find_side_files
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checked source directory.
+
+    Attributes:
+        root: The directory.
+        config: Its config.json; empty for a lone .safetensors file without one beside it.
+        headers: Shard file name -> header.
+        files: Tensor name -> shard file name, as the index says.
+        side_files: Paths relative to `root` of everything that is neither weights nor their index.
+        gone: Shard files that an earlier run with `--consume` has used up: only their headers are left.
+        notes: What was noticed and is no reason to refuse: a tensor stored twice, files that are left out.
+    """
+
+    root: Path
+    config: dict[str, Any]
+    headers: dict[str, Header]
+    files: dict[str, str]
+    side_files: tuple[Path, ...]
+    gone: frozenset[str] = frozenset()
+    notes: tuple[str, ...] = ()
+    _maps: dict[str, MappedFile] = field(default_factory=dict, repr=False, compare=False)
+
+    def entry(self, name: str) -> Entry:
+        """Where tensor `name` lies in its file."""
+        return self.headers[self.files[name]].entries[name]
+
+    def spec(self, name: str) -> TensorSpec:
+        """Data type and shape of tensor `name`."""
+        return self.entry(name).spec
+
+    def extent(self, source: Source) -> tuple[Path, int, int]:
+        """File, first byte and number of bytes of the tensor or of the slice of it."""
+        entry = self.entry(source.name)
+        path = self.headers[self.files[source.name]].path
+        if source.index is None:
+            return path, entry.start, entry.spec.nbytes
+        assert 0 <= source.index < entry.spec.shape[0], f"{source} is outside of {entry.spec}"
+        size = entry.spec.nbytes // entry.spec.shape[0]
+        return path, entry.start + source.index * size, size
+
+    def tensor(self, source: Source) -> torch.Tensor:
+        """The tensor, or the slice of it, as a view of the mapped file."""
+        tensor = self._map(source.name).tensor(source.name)
+        return tensor if source.index is None else tensor[source.index]
+
+    def forget(self, source: Source) -> None:
+        """Give back the memory into which the pages of `source` were mapped; they are read again when needed."""
+        _, start, size = self.extent(source)
+        self._map(source.name).forget(start, size)
+
+    def _map(self, name: str) -> MappedFile:
+        file = self.files[name]
+        if file not in self._maps:
+            self._maps[file] = MappedFile(self.headers[file])
+        return self._maps[file]
+
+
+def open_checkpoint(source: str | Path, *, consumed: Path | None = None) -> Checkpoint:
+    """Read everything about a checkpoint but its weights.
+
+    Args:
+        source: A directory, one .safetensors file, or a hub id `org/name[@revision]`, which is downloaded first.
+        consumed: Where headers of shards are kept that an earlier run has used up (`--consume`); see
+            `journal.kept_headers`.
+
+    Raises:
+        CheckpointError: It cannot be used; one message lists all that is wrong with it.
+    """
+    try:
+        return _open(source, consumed)
+    except OSError as error:
+        raise CheckpointError(f"{shown(str(source))}: cannot be opened: {error.strerror}") from error
+
+
+def _open(source: str | Path, consumed: Path | None) -> Checkpoint:
+    path = Path(source)
+    if not path.exists():
+        if path.is_symlink():
+            raise CheckpointError(f"{path}: a dangling link to {path.readlink()}")
+        if not isinstance(source, str) or not is_hub_id(source):
+            raise CheckpointError(
+                f"{shown(str(path))}: no such file or directory",
+                hint="SOURCE is a directory, a .safetensors file or a hub id such as org/name or org/name@revision",
+            )
+        path = download(source)
+    if path.is_file():
+        return _open_file(path)
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: neither a directory nor a .safetensors file")
+    return _open_directory(path, consumed)
+
+
+def _open_file(path: Path) -> Checkpoint:
+    if path.suffix != ".safetensors":
+        raise CheckpointError(f"{path}: not a .safetensors file", hint="name the directory or a .safetensors file")
+    header = read_header(path)
+    notes: tuple[str, ...] = ()
+    config: dict[str, Any] = {}
+    if (path.parent / "config.json").exists():
+        config = _read_config(path.parent)
+    else:
+        notes = (f"{path.name}: no config.json beside it, so nothing is known about the architecture",)
+    return Checkpoint(
+        path.parent, config, {path.name: header}, dict.fromkeys(header.entries, path.name), (), notes=notes
+    )
+
+
+def _open_directory(root: Path, consumed: Path | None) -> Checkpoint:
+    problems: list[str] = []
+    config: dict[str, Any] = {}
+    shards = Shards({}, {}, ())
+    side: tuple[Path, ...] = ()
+    side_notes: tuple[str, ...] = ()
+    try:
+        config = _read_config(root)
+    except CheckpointError as error:
+        problems.append(str(error))
+    try:
+        shards = find_shards(root, consumed, problems)
+        side, side_notes = find_side_files(root, set(shards.headers))
+    except CheckpointError as error:
+        problems.append(str(error))
+    except OSError as error:
+        problems.append(f"{error.filename}: cannot be read: {error.strerror}")
+    if len(problems) == 1:
+        raise CheckpointError(f"{root}: {problems[0]}" if str(root) not in problems[0] else problems[0])
+    if problems:
+        lines = "\n".join("  " + problem.replace("\n", "; ") for problem in problems)
+        raise CheckpointError(f"{root}: {len(problems)} problems\n{lines}")
+    gone = frozenset(f for f, h in shards.headers.items() if consumed is not None and h.path.is_relative_to(consumed))
+    return Checkpoint(root, config, shards.headers, shards.files, side, gone, shards.notes + side_notes)
+
+
+def _read_config(root: Path) -> dict[str, Any]:
+    path = root / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        hint = "SOURCE must be the directory that holds the model's config.json and its .safetensors files"
+        if cuts := sorted(path.name for path in root.glob("rank-*-of-*")):
+            hint = f"it holds the shares of a model that was cut; name one of them: {', '.join(cuts)}"
+        raise CheckpointError(f"{root}: no config.json", hint=hint) from None
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}: holds {type(config).__name__}, a JSON object is expected")
+    return config
