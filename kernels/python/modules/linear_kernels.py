@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import torch
 
@@ -22,21 +21,21 @@ class LinearKernel:
         device: Type of the device that it runs on.
         suffixes: The layout's tensors, in the order in which the operator takes them.
         op: The operator: (x [.., K], *tensors, N, bias fp32 [N] or None) -> [.., N] in the dtype of x.
+        scale: Suffix of its scales; "" if it has none. A field, because Dynamo cannot trace a cached property.
     """
 
     id: str
     device: str
     suffixes: tuple[str, ...]
     op: Callable[..., torch.Tensor]
+    scale: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "scale", next((suffix for suffix in self.suffixes if "scale" in suffix), ""))
 
     def run(self, x: torch.Tensor, tensors: Mapping[str, torch.Tensor | None], n: int) -> torch.Tensor:
         """`x W^T + bias` for a matrix of `n` rows, whose tensors and `bias` are found by their suffixes."""
         return self.op(x, *map(tensors.__getitem__, self.suffixes), n, tensors["bias"])
-
-    @cached_property
-    def scale(self) -> str:
-        """Suffix of its scales; "" if it has none."""
-        return next((suffix for suffix in self.suffixes if "scale" in suffix), "")
 
 
 LINEAR_KERNELS: Registry[LinearKernel] = Registry(

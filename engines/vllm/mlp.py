@@ -1,0 +1,114 @@
+"""Gated MLPs of vLLM's models, dense or of shared experts, run by one operator in the place of three."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from vllm.distributed import tensor_model_parallel_all_reduce
+
+from tilewright.kernels.modules.mlp import PackedMlp, against_fusing
+from tilewright.kernels.modules.packed_modules import PackedLinear, PackedStack
+
+from .linear import PackedLinearMethod
+
+_CHILDREN = {"gate_up_proj", "act_fn", "down_proj"}
+_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
+
+
+def replace_mlps(model: nn.Module) -> None:
+    """Let `PackedMlp` run the MLPs of a model whose gate and up are packed as one.
+
+    Which modules are such MLPs, and with which activation, is tried out: names do not tell what a class computes.
+    """
+    made: dict[nn.Module, PackedMlp | None] = {}
+    for path, module in list(model.named_modules(remove_duplicate=False)):
+        if {name for name, _ in module.named_children()} != _CHILDREN:
+            continue
+        if module not in made:
+            made[module] = _fused(path, module)
+        if mlp := made[module]:
+            model.set_submodule(path, mlp)
+
+
+def _fused(path: str, module: Any) -> PackedMlp | None:
+    gate_up, down = _only(module.gate_up_proj), _only(module.down_proj)
+    if gate_up is None or down is None or against_fusing(gate_up, down):
+        return None
+    activation = find_activation(module)
+    if activation is None:
+        return None
+    upper, lower = (PackedStack(path, part.spec, dict(part.named_buffers())) for part in (gate_up, down))
+    mlp = PackedMlp(path, upper, lower, activation)
+    if module.down_proj.reduce_results and module.down_proj.tp_size > 1:
+        mlp.reduce = tensor_model_parallel_all_reduce
+    return mlp
+
+
+def _only(layer: Any) -> PackedLinear | None:
+    """The packed Linear that runs a layer alone."""
+    method = getattr(layer, "quant_method", None)
+    return method.modules[0] if isinstance(method, PackedLinearMethod) and len(method.modules) == 1 else None
+
+
+class _Small(nn.Module):
+    """A small Linear that is called as vLLM's are."""
+
+    def __init__(self, weight: Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        return functional.linear(x, self.weight), None
+
+
+class _Native(nn.Module):
+    """An activation of vLLM's by its plain definition."""
+
+    def __init__(self, activation: Any) -> None:
+        super().__init__()
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Any:
+        return self.activation.forward_native(x)
+
+
+def find_activation(module: Any) -> str | None:
+    """The activation with which a module computes `down(act(gate(x)) * up(x))`; None if it computes something else.
+
+    Args:
+        module: One of vLLM's with children `gate_up_proj`, `act_fn` and `down_proj`. The Linears are not called: small
+            matrices take their places in a copy.
+    """
+    if len(inspect.signature(module.forward).parameters) != 1 or not hasattr(module.act_fn, "forward_native"):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((16, 8), (16, 8), (8, 16), (3, 8))
+    gate, up, down, x = (torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes)
+    twin = copy.copy(module)
+    twin._modules = {
+        "gate_up_proj": _Small(torch.cat([gate, up])),
+        "act_fn": _Native(module.act_fn),
+        "down_proj": _Small(down),
+    }
+    try:
+        with torch.no_grad():
+            y = twin(x)
+    except Exception:  # it asks more of its parts than the small ones have
+        return None
+    for activation, function in _FUNCTIONS.items():
+        if isinstance(y, Tensor) and torch.allclose(
+            y, (function(x @ gate.T) * (x @ up.T)) @ down.T, rtol=1e-9, atol=1e-12
+        ):
+            return activation
+    return None
