@@ -24,16 +24,16 @@ from tilewright.kernels.formats import FORMATS, WeightFormat
 from tilewright.kernels.tensors import QTensor
 from tilewright.packer.calibrate.fold import Folder
 from tilewright.packer.calibrate.graph import FOLDS
-from tilewright.packer.calibrate.method import Method, Wanted
+from tilewright.packer.calibrate.method import CalibrationTargets, Method
 from tilewright.packer.calibrate.observe import Observed, observe
 from tilewright.packer.calibrate.store import Solution
 from tilewright.packer.checkpoint.files import open_checkpoint
-from tilewright.packer.schemes.base import Target
+from tilewright.packer.checkpoint.reading import read_contents
+from tilewright.packer.schemes.scheme import StorageSpec
 from tilewright.packer.solvers import SOLVERS
 from tilewright.packer.solvers.blocks import block_amax, encode
 from tilewright.packer.solvers.gptq import ErrorFeedback
 from tilewright.packer.verify.dequantized import stream_dequantized
-from tilewright.packer.verify.directory import read_contents
 from tilewright.packer.verify.distributions import Agreement, AgreementSum
 from tilewright.packer.verify.stream import StreamedModel
 from tilewright.packer.verify.text import evenly_spaced_windows, read_tokens
@@ -70,9 +70,9 @@ class Variant:
     def fold(self, path: str, modules: Mapping[str, nn.Module], observed: Observed) -> None:
         """Put solved weights and norms into the layer of a model whose graph is that of Llama."""
         fmt = FORMATS[SCHEMES[self.scheme]]
-        target = Target(fmt.id, "", torch.bfloat16 if fmt.bits == 4 else torch.float32)
+        target = StorageSpec(fmt.id, "", torch.bfloat16 if fmt.bits == 4 else torch.float32)
         copied = {f"{name}.weight": torch.float32 for name in modules}
-        wanted = Wanted(dict.fromkeys(observed.linears, target), frozenset(), copied, FOLDS["llama"])
+        wanted = CalibrationTargets(dict.fromkeys(observed.linears, target), frozenset(), copied, FOLDS["llama"])
         for module in modules.values():
             for parameter in module.parameters(recurse=False):
                 parameter.data = parameter.data.clone()  # the source's own are put back afterwards

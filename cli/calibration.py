@@ -11,7 +11,7 @@ import click
 from .options import say, stacked
 
 if TYPE_CHECKING:
-    from tilewright.packer.calibrate.method import Method, Wanted
+    from tilewright.packer.calibrate.method import CalibrationTargets, Method
     from tilewright.packer.calibrate.store import Store
     from tilewright.packer.checkpoint.files import Checkpoint
     from tilewright.packer.plan import Plan
@@ -97,7 +97,7 @@ class Calibration:
 
         self._store: Store = Store.beside(output)
         plan, wanted = calibrated(plan, self.method, self.text, self._store)
-        self._wanted: Wanted = wanted
+        self._wanted: CalibrationTargets = wanted
         return plan if plan.rejects else replace(plan, memory=calibration_memory(checkpoint, self.method, wanted))
 
     def run(self, plan: Plan, checkpoint: Checkpoint, key: str) -> Plan:

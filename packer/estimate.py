@@ -32,7 +32,7 @@ def _seconds(plan: Plan) -> float:
     total = 0.0
     for step in (task.step for task in plan.tasks if isinstance(task.step, QuantizeStep)):
         for part in step.parts:
-            if part.target is None or part.target.format in step.keeps:
+            if part.target is None or part.target.format == step.stored_format:
                 continue
             key = (part.target.format, step.solver, step.device)
             if key not in rates:

@@ -17,16 +17,15 @@ from tilewright.kernels.packed.module_spec import Cut, ModuleSpec
 from tilewright.kernels.packed.safetensors_file import DTYPE_NAMES
 
 from .checkpoint import quantization_config
+from .checkpoint.encoding import ACTIVATION_SUFFIXES
 from .checkpoint.files import Checkpoint
-from .checkpoint.naming import canonical
-from .checkpoint.stacks import container_of
-from .families import architecture_of, text_config
-from .families.base import KEPT, Role
-from .pack.modules import packed_modules, stored_inventory
-from .quantize.model_config import announced_mtp, mtp_tensors
+from .checkpoint.packed import packed_modules, stored_inventory
+from .families import family_of
+from .families.config import announced_mtp, expert_count, text_config, text_value
+from .families.roles import KEPT, Role
+from .quantize.model_config import mtp_tensors
 from .records.manifest import read_manifest
 
-ACTIVATION_SUFFIXES = (".input_scale", ".activation_scale", ".input_zero_point")  # of activations, not weights
 Kind = Literal["plain", "quantized", "packed"]
 ENCODINGS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 METHODS = {"fp8": "block-fp8", "w8a8_int8": "int8", "w4afp8": "w4afp8"}  # quant_method -> the scheme that it spells
@@ -161,9 +160,9 @@ def inspect(checkpoint: Checkpoint, path: str) -> Inspection:
 
 
 def _packed_items(checkpoint: Checkpoint, modules: Mapping[str, ModuleSpec]) -> Iterator[Item]:
-    architecture = architecture_of(checkpoint.config)
+    family = family_of(checkpoint.config)
     for name, spec in modules.items():
-        role: Role = "expert" if len(spec.shape) == 3 else architecture.role(name)
+        role: Role = "expert" if len(spec.shape) == 3 else family.role(name)
         nbytes = sum(tensor.nbytes for tensor in spec.tensors().values())
         reason = "" if spec.format.has_scales else KEPT.get(role, "16 bits in its source")
         yield Item(
@@ -178,14 +177,14 @@ def _joined(modules: Mapping[str, ModuleSpec]) -> Iterator[str]:
 
 
 def _stored_items(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> Iterator[Item]:
-    architecture = architecture_of(checkpoint.config)
+    family = family_of(checkpoint.config)
     inventory = stored_inventory(checkpoint)
     for weight in inventory.weights:
-        module = canonical(weight.module)
-        role: Role = "expert" if len(weight.shape) == 3 and container_of(module) else architecture.role(module)
+        module = family.experts.canonical(weight.module)
+        role: Role = "expert" if family.experts.find_stack(module) else family.role(module)
         nbytes = sum(checkpoint.spec(name).nbytes for name in (*weight.tensors, *weight.companions))
         reason = "" if weight.quantized else reasons.get(weight.tensors[0], KEPT.get(role, ""))
-        encoding = weight.keeps[0] if weight.quantized and weight.keeps else weight.encoding
+        encoding = weight.stored_format if weight.quantized and weight.stored_format else weight.encoding
         yield Item(module, role, encoding, "", math.prod(weight.shape), nbytes, weight.quantized, reason)
     for name in inventory.loose:
         yield _loose(checkpoint, name, reasons)
@@ -193,8 +192,9 @@ def _stored_items(checkpoint: Checkpoint, reasons: Mapping[str, str]) -> Iterato
 
 def _loose(checkpoint: Checkpoint, name: str, reasons: Mapping[str, str]) -> Item:
     spec = checkpoint.spec(name)
-    role: Role = architecture_of(checkpoint.config).role(canonical(name).removesuffix(".weight"))
-    if name.endswith(ACTIVATION_SUFFIXES):
+    family = family_of(checkpoint.config)
+    role: Role = family.role(family.experts.canonical(name).removesuffix(".weight"))
+    if name.rpartition(".")[2] in ACTIVATION_SUFFIXES:
         role, reasons = "small", {name: "scale of activations"}
     encoding = ENCODINGS.get(spec.dtype, DTYPE_NAMES[spec.dtype].lower())
     reason = reasons.get(name, KEPT.get(role, "no matrix"))
@@ -234,17 +234,16 @@ def _model(checkpoint: Checkpoint, items: tuple[Item, ...]) -> dict[str, Any]:
     """Facts that config.json states, and how many experts the files really hold."""
     config = text_config(checkpoint.config)
     names = ("num_hidden_layers", "hidden_size", "num_experts_per_tok", "moe_intermediate_size", "vocab_size")
-    experts = [config[key] for key in ("n_routed_experts", "num_experts", "num_local_experts") if key in config]
     mtp = mtp_tensors(checkpoint.files, checkpoint.config)
     return {
         "model_type": config.get("model_type"),
-        "architecture": architecture_of(checkpoint.config).id,
+        "architecture": family_of(checkpoint.config).id,
         **{name: config.get(name) for name in names},
-        "experts": experts[0] if experts else 0,
+        "experts": expert_count(config),
         "expert_matrices": sum(item.role == "expert" for item in items),
         "mtp_layers": announced_mtp(checkpoint.config),
         "mtp_tensors": len(mtp),
-        "tied_head": bool(config.get("tie_word_embeddings", checkpoint.config.get("tie_word_embeddings", False))),
+        "tied_head": bool(text_value(checkpoint.config, "tie_word_embeddings")),
     }
 
 

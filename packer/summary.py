@@ -12,7 +12,7 @@ from typing import Any
 from tilewright.kernels.packed.safetensors_file import DTYPE_NAMES
 from tilewright.kernels.tensors import TensorSpec
 
-from .checkpoint import take_inventory
+from .checkpoint import detect_weights
 from .checkpoint.files import Checkpoint
 from .engine.gate import Job
 from .estimate import compute_seconds
@@ -134,7 +134,7 @@ def summarize(plan: Plan, checkpoint: Checkpoint, job: Job, *, timed: bool = Fal
     """Put a plan into figures, from headers alone; `timed` estimates how long it will take, by a short measurement."""
     specs = {name: checkpoint.spec(name) for name in plan.fates}
     plain = {name: spec for name, spec in plan.tensors.items() if name.rpartition(".")[0] not in plan.modules}
-    inventory = take_inventory(plain, plan.config)
+    inventory = detect_weights(plain, plan.config)
     weights = sum(math.prod(fields["shape"]) for fields in plan.modules.values())
     weights += sum(math.prod(weight.shape) for weight in inventory.weights)
     weights += sum(math.prod(plan.tensors[name].shape) for name in inventory.loose)

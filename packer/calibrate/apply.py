@@ -16,9 +16,9 @@ from tilewright.kernels.tensors import QTensor, Reject
 
 from ..plan import Copy, Plan, Step, Task
 from ..quantize.steps import Part, QuantizeStep
-from ..schemes.base import SIXTEEN_BITS, Target
+from ..schemes.scheme import SIXTEEN_BITS, StorageSpec
 from .graph import FOLDS, in_folds
-from .method import Method, Wanted
+from .method import CalibrationTargets, Method
 from .store import Store
 
 
@@ -32,7 +32,7 @@ class CalibratedStep(QuantizeStep):
 
     store: Store = field(kw_only=True)
 
-    def solve(self, sources: Sequence[torch.Tensor], part: Part, target: Target) -> QTensor:
+    def solve(self, sources: Sequence[torch.Tensor], part: Part, target: StorageSpec) -> QTensor:
         """See `QuantizeStep.solve`."""
         found = self.store.find(part.module).weights.get(part.module)
         return found if found is not None else super().solve(sources, part, target)
@@ -62,7 +62,7 @@ class FoldedStep:
         return {self.output: self.store.find(self.name).replaced.get(self.name, sources[0])}
 
 
-def calibrated(plan: Plan, method: Method, text: Path, store: Store) -> tuple[Plan, Wanted]:
+def calibrated(plan: Plan, method: Method, text: Path, store: Store) -> tuple[Plan, CalibrationTargets]:
     """The same plan with every weight taken from `store`, and what a calibration has to find for it.
 
     Raises:
@@ -87,8 +87,8 @@ def calibrated(plan: Plan, method: Method, text: Path, store: Store) -> tuple[Pl
     return replace(plan, tasks=tasks, options=options, rejects=rejects), wanted
 
 
-def _wanted(plan: Plan, method: Method) -> Wanted:
-    targets: dict[str, Target] = {}
+def _wanted(plan: Plan, method: Method) -> CalibrationTargets:
+    targets: dict[str, StorageSpec] = {}
     inputs: set[str] = set()
     copied: dict[str, torch.dtype] = {}
     folds = FOLDS.get(plan.config.get("model_type", ""), ()) if method.kind == "awq" else ()
@@ -98,15 +98,15 @@ def _wanted(plan: Plan, method: Method) -> Wanted:
             targets |= {
                 part.module: part.target
                 for part in step.parts
-                if part.target and part.target != SIXTEEN_BITS and part.target.format not in step.keeps
+                if part.target and part.target != SIXTEEN_BITS and part.target.format != step.stored_format
             }
             inputs |= {part.module for part in step.parts if part.input_scale}
         elif isinstance(step, Copy) and len(task.sources) == 1 and in_folds(task.sources[0].name, folds):
             copied[task.sources[0].name] = task.pieces[0].spec.dtype
-    return Wanted(targets, frozenset(inputs), copied, folds)
+    return CalibrationTargets(targets, frozenset(inputs), copied, folds)
 
 
-def _step(task: Task, wanted: Wanted, store: Store) -> Step:
+def _step(task: Task, wanted: CalibrationTargets, store: Store) -> Step:
     if isinstance(task.step, QuantizeStep):
         fields: dict[str, Any] = {name: getattr(task.step, name) for name in QuantizeStep.__dataclass_fields__}
         return CalibratedStep(**fields, store=store)

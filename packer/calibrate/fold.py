@@ -13,7 +13,7 @@ from tilewright.kernels.errors import SchemeError
 from ..solvers import SOLVERS
 from ..solvers.smooth import Reader, channel_exponents
 from .graph import EXPERTS, Fold
-from .method import Method, Wanted
+from .method import CalibrationTargets, Method
 from .observe import ExpertInputs, Observed
 from .statistics import InputStatistics
 from .store import Solution
@@ -40,7 +40,7 @@ class Folder:
     """
 
     method: Method
-    wanted: Wanted
+    wanted: CalibrationTargets
     path: str
     modules: Mapping[str, nn.Module]
     observed: Observed

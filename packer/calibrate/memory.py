@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from ..checkpoint.files import Checkpoint
-from ..families import text_config
-from ..verify.directory import read_contents
+from ..checkpoint.reading import read_contents
+from ..families.config import text_config
 from .graph import FOLDS, LAYER, reads
-from .method import BATCH_TOKENS, Method, Wanted
+from .method import BATCH_TOKENS, CalibrationTargets, Method
 
 FP32 = 4  # bytes
 # Bytes for each element of the Hessian of the weight that is being solved: reordered (4 + 4), damped, reversed, its
@@ -26,7 +26,7 @@ LIBRARIES = 150 << 20  # transformers, and the counts of magnitudes
 Shape = tuple[int, int]
 
 
-def calibration_memory(checkpoint: Checkpoint, method: Method, wanted: Wanted) -> int:
+def calibration_memory(checkpoint: Checkpoint, method: Method, wanted: CalibrationTargets) -> int:
     """Bytes that a calibration allocates at most, beside what any run does.
 
     Args:
@@ -48,7 +48,7 @@ def calibration_memory(checkpoint: Checkpoint, method: Method, wanted: Wanted) -
     return LIBRARIES + outside + STATES * states + largest
 
 
-def _layer(matrices: Mapping[str, Shape], method: Method, wanted: Wanted) -> int:
+def _layer(matrices: Mapping[str, Shape], method: Method, wanted: CalibrationTargets) -> int:
     """Bytes for one layer: its weights, the Hessians of its inputs, and running it or solving its largest weight."""
     weights = FP32 * sum(n * k for n, k in matrices.values())
     experts = [shape for name, shape in matrices.items() if ".experts." in name]

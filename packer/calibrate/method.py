@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from ..schemes.base import Target
+from ..schemes.scheme import StorageSpec
 from .graph import Fold, reads
 
 Kind = Literal["gptq", "awq", "scales"]
@@ -38,7 +38,7 @@ class Method:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class CalibrationTargets:
     """What the plan needs to know.
 
     Attributes:
@@ -48,7 +48,7 @@ class Wanted:
         folds: Norms that scales can be moved from, for "awq".
     """
 
-    targets: Mapping[str, Target]
+    targets: Mapping[str, StorageSpec]
     inputs: frozenset[str]
     copied: Mapping[str, torch.dtype] = field(default_factory=dict)
     folds: tuple[Fold, ...] = ()

@@ -11,11 +11,11 @@ from transformers import AutoConfig
 from tilewright.kernels.errors import PlanError
 
 from ..checkpoint.files import Checkpoint
+from ..checkpoint.reading import read_contents
 from ..verify.dequantized import stream_dequantized
-from ..verify.directory import read_contents
 from ..verify.stream import Call, StreamedModel
 from ..verify.text import evenly_spaced_windows, read_tokens
-from .method import BATCH_TOKENS, Method, Wanted
+from .method import BATCH_TOKENS, CalibrationTargets, Method
 from .observe import observe
 from .solve import LayerSolver, rarely_hit
 from .store import Solution, Store
@@ -25,7 +25,7 @@ def calibrate_checkpoint(
     checkpoint: Checkpoint,
     text: Path,
     method: Method,
-    wanted: Wanted,
+    wanted: CalibrationTargets,
     store: Store,
     key: str,
     progress: Callable[[int, int], None] = lambda done, total: None,
@@ -63,7 +63,7 @@ def calibrate(
     model: StreamedModel,
     windows: torch.Tensor,
     method: Method,
-    wanted: Wanted,
+    wanted: CalibrationTargets,
     store: Store,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[str]:

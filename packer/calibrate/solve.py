@@ -15,7 +15,7 @@ from ..solvers import SOLVERS
 from ..solvers.gptq import ErrorFeedback
 from .fold import Folder
 from .memory import ROUNDING, SOLVING
-from .method import Method, Wanted
+from .method import CalibrationTargets, Method
 from .observe import ENOUGH, ExpertInputs, Observed
 from .statistics import InputStatistics
 from .store import Solution
@@ -34,7 +34,7 @@ class LayerSolver:
     """
 
     method: Method
-    wanted: Wanted
+    wanted: CalibrationTargets
     path: str
     solution: Solution = field(default_factory=Solution)
     freed: FreedMemory = field(default_factory=FreedMemory)

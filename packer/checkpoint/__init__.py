@@ -1,5 +1,5 @@
 """How sources store their weights, and how the values are read back."""
 
-from .inventory import Inventory, quantization_config, take_inventory
+from .detection import Inventory, detect_weights, quantization_config
 
-__all__ = ["Inventory", "quantization_config", "take_inventory"]
+__all__ = ["Inventory", "quantization_config", "detect_weights"]

@@ -6,17 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
+from tilewright.kernels.tensors import Reject
 
-from tilewright.kernels.formats import WeightFormat
-from tilewright.kernels.tensors import QTensor, Reject
-
-from ..families import text_config
-from ..families.base import STACK, Architecture, ExpertsOrder
-from .base import Reader, SourceWeight
-
-MERGED = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}
-DOWN = ("down_proj", "w2")
+from ..families.config import text_config
+from ..families.experts import ExpertsOrder, ExpertSpellings
+from ..families.family import ModelFamily
+from .encoding import StoredWeight
 
 
 @dataclass(frozen=True)
@@ -32,39 +27,21 @@ class StackLayout:
     order: ExpertsOrder
 
 
-@dataclass(frozen=True)
-class TransposedReader:
-    """Reads a matrix that is stored [K, N]."""
-
-    inner: Reader
-
-    def rows(self, tensors: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:
-        """See `Reader.rows`."""
-        return self.inner.rows([tensor.T for tensor in tensors], rows)
-
-    def raw(self, tensors: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:
-        """See `Reader.raw`."""
-        return tensors[0].T[rows]
-
-    def codes(self, tensors: Sequence[torch.Tensor], fmt: WeightFormat) -> QTensor | None:
-        """See `Reader.codes`."""
-        return self.inner.codes([tensor.T for tensor in tensors], fmt)
+def stacks_of(weights: Sequence[StoredWeight], experts: ExpertSpellings) -> dict[str, list[StoredWeight]]:
+    """Path of the experts of a layer -> its stacks."""
+    stacks: dict[str, list[StoredWeight]] = {}
+    for weight in weights:
+        if len(weight.shape) == 3 and (path := experts.find_stack(weight.module)):
+            stacks.setdefault(path.container, []).append(weight)
+    return stacks
 
 
-def container_of(module: str) -> str | None:
-    """The `….experts` path that a stack belongs to, or None if the module is no stack."""
-    found = STACK.match(module)
-    return found["container"] if found else None
-
-
-def output_rows(module: str, n: int, order: ExpertsOrder) -> dict[str, tuple[int, int, int]]:
-    """Projection -> (start, stop, step) of its rows in the stack `module` of `n` rows."""
-    found = STACK.match(module)
-    assert found
-    projection = found["projection"]
-    if projection not in MERGED:
-        return {projection: (0, n, 1)}
-    gate, up = MERGED[projection]
+def output_rows(experts: ExpertSpellings, name: str, n: int, order: ExpertsOrder) -> dict[str, tuple[int, int, int]]:
+    """Projection -> (start, stop, step) of its rows in a stack called `name` of `n` rows."""
+    parts = experts.stacks[name]
+    if len(parts) == 1:
+        return {name: (0, n, 1)}
+    gate, up = parts
     half = n // 2
     if order == "interleaved":
         return {gate: (0, n, 2), up: (1, n, 2)}
@@ -73,18 +50,18 @@ def output_rows(module: str, n: int, order: ExpertsOrder) -> dict[str, tuple[int
 
 
 def decide(
-    stacks: Sequence[SourceWeight],
+    stacks: Sequence[StoredWeight],
     config: Mapping[str, Any],
-    architecture: Architecture,
-    order: ExpertsOrder | None,
-    transposed: bool,
+    family: ModelFamily,
+    order: ExpertsOrder | None = None,
+    transposed: bool = False,
 ) -> StackLayout | Reject:
     """The layout of the stacks of one layer, from their shapes and the model's hidden size.
 
     Args:
         stacks: The stacks of one container.
         config: config.json of the source.
-        architecture: The family, which knows the order of gate and up.
+        family: The family, which knows the order of gate and up.
         order: What --experts-order says.
         transposed: Whether --experts-transposed was given.
 
@@ -93,14 +70,16 @@ def decide(
         by the others.
     """
     hidden = text_config(config).get("hidden_size")
-    votes: dict[bool, SourceWeight] = {}
+    votes: dict[bool, StoredWeight] = {}
     for stack in stacks:
         a, b = stack.shape[1:]
+        path = family.experts.find_stack(stack.module)
+        assert path
         if hidden is not None and hidden not in {a, b}:
             return Reject(stack.tensors[0], f"is {list(stack.shape)}, and neither side is hidden_size = {hidden}")
         if a != b and hidden is not None:
-            votes[(a == hidden) != stack.module.endswith(DOWN)] = stack
-        if stack.module.endswith(tuple(MERGED)) and a % 2 and b % 2:
+            votes[(a == hidden) != (family.experts.projections.get(path.name) == "down")] = stack
+        if len(family.experts.stacks[path.name]) == 2 and a % 2 and b % 2:
             return Reject(stack.tensors[0], f"is {list(stack.shape)}: gate and up cannot be halves of an odd side")
     first = stacks[0]
     if len(votes) == 2:
@@ -118,9 +97,4 @@ def decide(
             f"is {list(first.shape)} with hidden_size = {hidden}: shapes do not tell rows from columns",
             "declare it: --experts-order gate-up, with --experts-transposed if it is stored [in, out]",
         )
-    return StackLayout(transposed or True in votes, order or architecture.experts_order or "gate-up")
-
-
-def transposable(stack: SourceWeight) -> bool:
-    """Whether the stack can be read transposed: its scales, if any, lie in a grid of square blocks."""
-    return not stack.quantized or stack.encoding == "block 128x128 FP8"
+    return StackLayout(transposed or True in votes, order or family.experts_order or "gate-up")

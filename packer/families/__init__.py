@@ -7,14 +7,15 @@ from typing import Any
 
 from tilewright.kernels.registry import Registry
 
-from .base import Architecture
+from .config import text_config
 from .deepseek import DEEPSEEK, GLM_MOE
 from .dense import DENSE, FALCON
+from .family import ModelFamily
 from .mixtral import MIXTRAL
 from .qwen_moe import QWEN_HYBRID, QWEN_MOE
 from .stacked import GEMMA4, GPT_OSS, LLAMA4
 
-ARCHITECTURES: Registry[Architecture] = Registry(
+FAMILIES: Registry[ModelFamily] = Registry(
     "architecture",
     (
         DENSE,
@@ -29,20 +30,10 @@ ARCHITECTURES: Registry[Architecture] = Registry(
         GEMMA4,
     ),
 )
-UNKNOWN = Architecture(id="unknown", model_types=(), experts_order=None)
+UNKNOWN = ModelFamily(id="unknown", model_types=(), experts_order=None)
 
 
-def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The part of a config.json that describes the language model: `text_config` or the like, or all of it."""
-    for key in ("text_config", "language_config", "llm_config", "thinker_config"):
-        if isinstance(config.get(key), Mapping):
-            return text_config(config[key])
-    return config
-
-
-def architecture_of(config: Mapping[str, Any]) -> Architecture:
+def family_of(config: Mapping[str, Any]) -> ModelFamily:
     """The family that config.json names; `UNKNOWN` has only the rules that all families share."""
     found = [config.get("model_type"), text_config(config).get("model_type")]
-    return next(
-        (family for family in ARCHITECTURES.values() if any(name in family.model_types for name in found)), UNKNOWN
-    )
+    return next((family for family in FAMILIES.values() if any(name in family.model_types for name in found)), UNKNOWN)

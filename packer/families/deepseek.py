@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from .base import Architecture, Rule, tail
+from .family import ModelFamily
+from .roles import Rule, tail
 
 _INDEXER = (
     Rule(tail(r"indexer\.weights_proj", r"indexer\.k_norm"), "small"),
     Rule(tail(r"indexer\.wk", r"indexer\.wq_b"), "linear"),
 )
-DEEPSEEK = Architecture(
+DEEPSEEK = ModelFamily(
     id="deepseek",
     model_types=("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "kimi_vl", "longcat_flash"),
     rules=_INDEXER,
 )
-GLM_MOE = Architecture(
+GLM_MOE = ModelFamily(
     id="glm-moe",
     model_types=("glm4_moe", "glm4_moe_lite", "glm4v_moe", "glm4v_moe_text", "glm_moe_dsa"),
     rules=_INDEXER,

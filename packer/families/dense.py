@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from .base import Architecture, Rule, tail
+from .family import ModelFamily
+from .roles import Rule, tail
 
-DENSE = Architecture(
+DENSE = ModelFamily(
     id="dense",
     model_types=(
         "llama",
@@ -33,7 +34,7 @@ DENSE = Architecture(
         "llava_next",
     ),
 )
-FALCON = Architecture(
+FALCON = ModelFamily(
     id="falcon",
     model_types=("falcon",),
     rules=(Rule(tail("query_key_value", r"self_attention\.dense", "dense_h_to_4h", "dense_4h_to_h"), "linear"),),

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .base import Architecture
+from .family import ModelFamily
 
-MIXTRAL = Architecture(id="mixtral", model_types=("mixtral", "phimoe", "minimax_m2"))
+MIXTRAL = ModelFamily(id="mixtral", model_types=("mixtral", "phimoe", "minimax_m2"))

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from .base import Architecture, Rule, tail
+from .family import ModelFamily
+from .roles import Rule, tail
 
-QWEN_MOE = Architecture(
+QWEN_MOE = ModelFamily(
     id="qwen-moe",
     model_types=("qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_omni_moe_thinker", "olmoe"),
 )
-QWEN_HYBRID = Architecture(
+QWEN_HYBRID = ModelFamily(
     id="qwen-hybrid",
     model_types=("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
     rules=(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from .base import Architecture, Rule, tail
+from .family import ModelFamily
+from .roles import Rule, tail
 
-GPT_OSS = Architecture(id="gpt-oss", model_types=("gpt_oss",), experts_order="interleaved")
-LLAMA4 = Architecture(id="llama4", model_types=("llama4", "llama4_text"))
-GEMMA4 = Architecture(
+GPT_OSS = ModelFamily(id="gpt-oss", model_types=("gpt_oss",), experts_order="interleaved")
+LLAMA4 = ModelFamily(id="llama4", model_types=("llama4", "llama4_text"))
+GEMMA4 = ModelFamily(
     id="gemma4",
     model_types=("gemma3n", "gemma3n_text", "gemma4", "gemma4_text"),
     rules=(Rule(tail("per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"), "small"),),

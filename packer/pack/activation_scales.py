@@ -16,7 +16,7 @@ from tilewright.kernels.packed.module_spec import INPUT_SCALE, Cut, ModuleSpec
 from tilewright.kernels.tensors import Reject, TensorSpec
 
 from ..plan import Piece, Source, Task
-from .groups import Group
+from .groups import ModuleGroup
 
 OF_ALL_RANKS = "gpu-trtllm-w4"  # the layout whose engine does so
 
@@ -36,7 +36,7 @@ class LargestStep:
         return {self.name: torch.stack([source.reshape(()).to(torch.float32) for source in sources]).amax().reshape(1)}
 
 
-def reduced_scale(group: Group, cut: Cut, spec: ModuleSpec | None) -> Task | Reject | None:
+def reduced_scale(group: ModuleGroup, cut: Cut, spec: ModuleSpec | None) -> Task | Reject | None:
     """The task that makes the one activation scale of a stack.
 
     Args:
@@ -52,7 +52,7 @@ def reduced_scale(group: Group, cut: Cut, spec: ModuleSpec | None) -> Task | Rej
     everywhere = spec.layout.id == OF_ALL_RANKS and group.parts == 2
     numbers = range(len(group.experts)) if everywhere or cut.ep[1] == 1 else spec.numbers
     weights = [weight for number in numbers for weight in group.experts[number]]
-    names = [name for weight in weights for name in weight.companions if name.endswith(f".{INPUT_SCALE}")]
+    names = [name for weight in weights for name in weight.stored.companions if name.endswith(f".{INPUT_SCALE}")]
     if not names:
         return None
     if len(names) != len(weights):

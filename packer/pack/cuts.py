@@ -13,7 +13,7 @@ from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.packed.module_spec import Cut
 from tilewright.kernels.tensors import QTensor, Reject, TensorSpec
 
-from ..families import text_config
+from ..families.config import text_config
 from .parallel import BY_COLUMNS, BY_ROWS
 
 # Several matrices in one, each to be cut.
@@ -22,7 +22,7 @@ HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
 
 
 @dataclass(frozen=True)
-class Share:
+class RankSlice:
     """One rank's share of a weight: number and count of equal shares.
 
     Attributes:
@@ -85,7 +85,7 @@ def cut_of(rank: int, tp: int, ep: int) -> Cut:
     return Cut((rank, tp), (rank // (tp // ep), ep))
 
 
-def share_of(projection: str, cut: Cut, is_expert: bool) -> Share:
+def share_of(projection: str, cut: Cut, is_expert: bool) -> RankSlice:
     """The share of a weight whose module path ends in `projection`.
 
     Args:
@@ -101,10 +101,10 @@ def share_of(projection: str, cut: Cut, is_expert: bool) -> Share:
             count //= cut.ep[1]
             number %= count
     if projection in BY_ROWS:
-        return Share(rows=(number, count), experts=experts)
+        return RankSlice(rows=(number, count), experts=experts)
     if projection in BY_COLUMNS:
-        return Share(columns=(number, count), experts=experts)
-    return Share(experts=experts)
+        return RankSlice(columns=(number, count), experts=experts)
+    return RankSlice(experts=experts)
 
 
 def cut_rejects(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], tp: int, ep: int) -> Iterable[Reject]:

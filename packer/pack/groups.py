@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -13,15 +12,13 @@ from tilewright.kernels.layouts.cpu_blocks import row_unit
 from tilewright.kernels.packed.module_spec import JOINED, Cut
 from tilewright.kernels.tensors import Reject
 
-from ..checkpoint.base import SourceWeight
-from .cuts import Share, share_of
-
-EXPERT = re.compile(r"^(?P<stack>.*\.experts)\.(?P<number>\d+)\.(?P<projection>\w+)$")
-PROJECTIONS = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up", "down_proj": "down", "w2": "down"}
+from ..checkpoint.matrices import Matrix
+from ..families.experts import ExpertSpellings
+from .cuts import RankSlice, share_of
 
 
 @dataclass(frozen=True)
-class Group:
+class ModuleGroup:
     """Matrices that become one packed module.
 
     Attributes:
@@ -32,9 +29,9 @@ class Group:
     """
 
     name: str
-    experts: tuple[tuple[SourceWeight, ...], ...]
+    experts: tuple[tuple[Matrix, ...], ...]
     stacked: bool = False
-    share: Share = Share()
+    share: RankSlice = RankSlice()
 
     @property
     def parts(self) -> int:
@@ -76,35 +73,40 @@ class Group:
     @property
     def templates(self) -> tuple[str, ...]:
         """Names of the source modules of the parts, `{}` in place of the number of an expert."""
-        names = (weight.module for weight in self.experts[0])
-        return tuple(EXPERT.sub(r"\g<stack>.{}.\g<projection>", name) if self.stacked else name for name in names)
+        names = [weight.module for weight in self.experts[0]]
+        if not self.stacked:
+            return tuple(names)
+        parts = [name.rsplit(".", 2) for name in names]
+        return tuple(f"{container}.{{}}.{projection}" for container, _, projection in parts)
 
 
-def group_experts(stack: str, weights: Sequence[SourceWeight]) -> list[Group] | Reject:
+def group_experts(stack: str, weights: Sequence[Matrix], experts: ExpertSpellings) -> list[ModuleGroup] | Reject:
     """Gate over up of every expert as `w13`, down as `w2`.
 
     Args:
         stack: Path of the experts, without their numbers.
         weights: Every matrix below it.
+        experts: How the family calls them.
 
     Returns:
         The two groups, or why these matrices are no stack.
     """
-    members: dict[tuple[int, str], SourceWeight] = {}
+    members: dict[tuple[int, str], Matrix] = {}
     for weight in weights:
-        match = EXPERT.match(weight.module)
-        assert match
-        members[int(match["number"]), PROJECTIONS.get(match["projection"], match["projection"])] = weight
+        path = experts.find(weight.module)
+        assert path
+        assert path.number is not None
+        members[path.number, experts.projections[path.name]] = weight
     numbers = range(len(members) // 3)
     if set(members) != {(number, kind) for number in numbers for kind in ("gate", "up", "down")}:
         kinds = ", ".join(sorted({kind for _, kind in members}))
         return Reject(stack, f"{len(members)} matrices ({kinds}) are not experts 0, 1, ... with gate, up and down each")
-    if len({(kind == "down", weight.shape, weight.encoding) for (_, kind), weight in members.items()}) != 2:
-        kinds = ", ".join(sorted({f"{weight.encoding} {list(weight.shape)}" for weight in weights}))
+    if len({(kind == "down", weight.shape, weight.stored.encoding) for (_, kind), weight in members.items()}) != 2:
+        kinds = ", ".join(sorted({f"{weight.stored.encoding} {list(weight.shape)}" for weight in weights}))
         return Reject(stack, f"experts of different kinds cannot be stacked: {kinds}")
     upper = tuple((members[number, "gate"], members[number, "up"]) for number in numbers)
     lower = tuple((members[number, "down"],) for number in numbers)
-    return [Group(f"{stack}.w13", upper, True), Group(f"{stack}.w2", lower, True)]
+    return [ModuleGroup(f"{stack}.w13", upper, True), ModuleGroup(f"{stack}.w2", lower, True)]
 
 
 @dataclass(frozen=True)
@@ -117,22 +119,23 @@ class Linear:
         bias: dtype of its bias, or None.
     """
 
-    weight: SourceWeight
+    weight: Matrix
     format: WeightFormat | None
     bias: torch.dtype | None
 
     @property
     def kind(self) -> tuple[object, ...]:
         """What is the same for Linears that can be joined."""
-        stored = tuple(name.removeprefix(self.weight.module) for name in self.weight.tensors)
-        return self.format, self.weight.shape[1], self.bias, self.weight.encoding, stored
+        stored = self.weight.stored
+        suffixes = tuple(name.removeprefix(stored.module) for name in stored.tensors)
+        return self.format, self.weight.shape[1], self.bias, stored.encoding, suffixes
 
     def __str__(self) -> str:
         bias = f" with bias {self.bias}" if self.bias else ""
-        return f"{_tail(self.weight.module)} {self.weight.encoding} {list(self.weight.shape)}{bias}"
+        return f"{_tail(self.weight.module)} {self.weight.stored.encoding} {list(self.weight.shape)}{bias}"
 
 
-def join_linears(linears: Mapping[str, Linear], cut: Cut) -> Iterator[Group | Reject]:
+def join_linears(linears: Mapping[str, Linear], cut: Cut) -> Iterator[ModuleGroup | Reject]:
     """Linears that are multiplied by the same input, as one, if the packed bytes of each stay what they are alone.
 
     Args:
@@ -151,10 +154,10 @@ def join_linears(linears: Mapping[str, Linear], cut: Cut) -> Iterator[Group | Re
             if any(part.format for part in parts):
                 reason = _against_joining(parts, share_of(tails[0], cut, is_expert=False))
                 weights = tuple(part.weight for part in parts)
-                yield Reject(path + name, reason) if reason else Group(path + name, (weights,))
+                yield Reject(path + name, reason) if reason else ModuleGroup(path + name, (weights,))
 
 
-def _against_joining(parts: Sequence[Linear], share: Share) -> str | None:
+def _against_joining(parts: Sequence[Linear], share: RankSlice) -> str | None:
     fmt = parts[0].format
     if len({part.kind for part in parts}) > 1 or fmt is None:
         return f"its parts differ: {', '.join(map(str, parts))}"

@@ -23,9 +23,9 @@ from tilewright.kernels.formats import BF16, FP8, WeightFormat
 from tilewright.kernels.layouts.base import Layout
 from tilewright.kernels.tensors import QTensor, Reject
 
-from ..checkpoint.base import Reader, SourceWeight
-from ..families import text_config
-from .cuts import Share
+from ..checkpoint.matrices import Matrix
+from ..families.config import text_config
+from .cuts import RankSlice
 from .steps import read_codes
 
 PROJECTION = "kv_b_proj"
@@ -57,7 +57,7 @@ class Heads:
         return {"w_kc": (self.count, self.rank, self.nope), "w_vc": (self.count, self.value, self.rank)}
 
 
-def heads_of(weight: SourceWeight, config: Mapping[str, Any], ranks: int) -> Heads | Reject:
+def heads_of(weight: Matrix, config: Mapping[str, Any], ranks: int) -> Heads | Reject:
     """The heads of a `kv_b_proj` of which each of `ranks` ranks holds an equal share."""
     text = text_config(config)
     keys = ("num_attention_heads", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank")
@@ -77,7 +77,7 @@ class AbsorbStep:
 
     Attributes:
         prefix: Path of the attention.
-        reader: Reads the matrix.
+        matrix: The matrix.
         source: Format of its codes.
         share: Which share of it this rank holds.
         heads: The heads in that share.
@@ -85,15 +85,15 @@ class AbsorbStep:
     """
 
     prefix: str
-    reader: Reader
+    matrix: Matrix
     source: WeightFormat
-    share: Share
+    share: RankSlice
     heads: Heads
     layout: Layout
 
     def run(self, sources: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The packed tensors by name."""
-        q = self.share.take(read_codes(self.reader, sources, self.source))
+        q = self.share.take(read_codes(self.matrix, sources, self.source))
         keys, values = split_heads(q, self.heads)
         named = {f"{self.prefix}.w_kc.{suffix}": tensor for suffix, tensor in self.layout.pack(keys).items()}
         return named | {f"{self.prefix}.w_vc.{suffix}": tensor for suffix, tensor in self.layout.pack(values).items()}

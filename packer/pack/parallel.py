@@ -8,14 +8,13 @@ from typing import Any
 
 from tilewright.kernels.formats import FORMATS
 
-from ..checkpoint.base import SourceWeight
-from ..families import text_config
+from ..checkpoint.encoding import StoredWeight
+from ..families.config import expert_count, text_config
 
 SIZES = (2, 4, 8, 16, 32)
 KV = ("k_proj", "v_proj")
 BY_ROWS = ("q_proj", *KV, "qkv_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj")  # cut along N
 BY_COLUMNS = ("o_proj", "out_proj", "down_proj", "w2")  # cut along K; all others are held whole by every device
-EXPERT_COUNTS = ("num_local_experts", "n_routed_experts", "num_experts")
 
 
 @dataclass(frozen=True)
@@ -31,14 +30,14 @@ class Degree:
     reason: str | None
 
 
-def tensor_parallel(weights: Sequence[SourceWeight], config: Mapping[str, Any]) -> list[Degree]:
+def tensor_parallel(weights: Sequence[StoredWeight], config: Mapping[str, Any]) -> list[Degree]:
     """Tensor-parallel degrees without expert parallelism, each with the first reason against it."""
     text = text_config(config)
     heads, kv_heads = text.get("num_attention_heads"), text.get("num_key_value_heads")
-    shapes = {(weight.module.rpartition(".")[2], weight.shape, weight.keeps): weight for weight in reversed(weights)}
+    alike = {(weight.module.rpartition(".")[2], weight.shape, weight.stored_format): weight for weight in weights[::-1]}
     return [
         Degree(
-            size, _against_heads(heads, size) or _first(_against(weight, size, kv_heads) for weight in shapes.values())
+            size, _against_heads(heads, size) or _first(_against(weight, size, kv_heads) for weight in alike.values())
         )
         for size in SIZES
     ]
@@ -46,8 +45,7 @@ def tensor_parallel(weights: Sequence[SourceWeight], config: Mapping[str, Any]) 
 
 def expert_parallel(config: Mapping[str, Any]) -> list[Degree]:
     """Expert-parallel degrees: whole experts on every device."""
-    text = text_config(config)
-    count = next((text[key] for key in EXPERT_COUNTS if isinstance(text.get(key), int)), 0)
+    count = expert_count(config)
     if not count:
         return []
     return [Degree(size, f"{count} experts" if count % size else None) for size in SIZES]
@@ -73,10 +71,10 @@ def _against_heads(heads: Any, size: int) -> str | None:
     return f"{heads} attention heads" if isinstance(heads, int) and heads % size else None
 
 
-def _against(weight: SourceWeight, size: int, kv_heads: Any) -> str | None:
+def _against(weight: StoredWeight, size: int, kv_heads: Any) -> str | None:
     """Why this weight cannot be cut into `size` parts."""
     name = weight.module.rpartition(".")[2]
-    fmt = FORMATS[weight.keeps[0]] if weight.quantized and weight.keeps else None
+    fmt = FORMATS[weight.stored_format] if weight.quantized and weight.stored_format else None
     n, k = weight.shape[-2:]
     if name in KV and isinstance(kv_heads, int) and size > kv_heads > 0:
         size = kv_heads  # devices beyond the number of heads hold copies
@@ -87,7 +85,7 @@ def _against(weight: SourceWeight, size: int, kv_heads: Any) -> str | None:
     return None
 
 
-def _against_cut(weight: SourceWeight, extent: int, size: int, block: int, what: str) -> str | None:
+def _against_cut(weight: StoredWeight, extent: int, size: int, block: int, what: str) -> str | None:
     part = extent / size
     if part % block == 0:
         return None

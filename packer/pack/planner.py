@@ -2,42 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from tilewright import __version__
-from tilewright.kernels.formats import BF16, FORMATS, FP8, WeightFormat
+from tilewright.kernels.formats import BF16, FP8, WeightFormat
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.layouts.base import Layout
 from tilewright.kernels.packed.module_spec import PACKED_VERSION, QUANT_METHOD, Cut, ModuleSpec
 from tilewright.kernels.tensors import Reject, TensorSpec
 
-from ..checkpoint import quantization_config, take_inventory
-from ..checkpoint.base import SourceWeight
+from ..checkpoint import detect_weights, quantization_config
+from ..checkpoint.encoding import StoredWeight
 from ..checkpoint.files import Checkpoint
-from ..families import architecture_of, text_config
-from ..families.base import KEPT, Architecture, Role
+from ..checkpoint.matrices import Matrix, matrices_of
+from ..families import family_of
+from ..families.config import text_value
+from ..families.family import ModelFamily
+from ..families.roles import KEPT, Role
 from ..plan import Copy, Fate, Piece, Plan, Source, Task
 from ..quantize.planner import source_specs
 from ..records.manifest import solver_of
 from .activation_scales import reduced_scale
-from .cuts import Share, cut_of, cut_rejects, share_of
-from .groups import EXPERT, Group, Linear, group_experts, join_linears
+from .cuts import RankSlice, cut_of, cut_rejects, share_of
+from .groups import Linear, ModuleGroup, group_experts, join_linears
 from .latent_attention import PROJECTION, AbsorbStep, heads_of
-from .stacked import unstack
 from .steps import PackedPart, PackStep
-from .target import PACKED_PREFIXES, Target
+from .target import PackTarget, scheme_of, source_layout
 
 ROUTER = "router: its scores are computed from the plain weight, in the precision that the model asks for"
 HEAD = "lm_head"
+SIXTEEN_BITS = ("bf16", "fp16")  # encodings of stacks of experts that are packed
 WHOLE = Cut()
 DEGREES = (1, 2, 4, 8, 16, 32, 64)
+ORDER_HINT = "`quantize-model --experts-order` declares it and writes experts one by one"
 QUANTIZE_HINT = "convert it with `quantize-model` first, which reads it"
 
 
-def plan_pack(checkpoint: Checkpoint, target: Target, cut: Cut = WHOLE) -> Plan:
+def plan_pack(checkpoint: Checkpoint, target: PackTarget, cut: Cut = WHOLE) -> Plan:
     """Decide from headers alone what becomes of every tensor of a 16-bit or quantized checkpoint.
 
     Args:
@@ -56,7 +60,7 @@ def plan_pack(checkpoint: Checkpoint, target: Target, cut: Cut = WHOLE) -> Plan:
     return planner.plan()
 
 
-def plan_ranks(checkpoint: Checkpoint, target: Target, tp: int, ep: int) -> list[Plan]:
+def plan_ranks(checkpoint: Checkpoint, target: PackTarget, tp: int, ep: int) -> list[Plan]:
     """The plan of every rank of a tensor- and expert-parallel run; if it is refused, with the degrees that are not."""
     plans = [plan_pack(checkpoint, target, cut_of(rank, tp, ep)) for rank in range(max(tp, ep))]
     if plans[0].rejects and not plan_pack(checkpoint, target).rejects:
@@ -72,37 +76,10 @@ def is_packed(checkpoint: Checkpoint) -> bool:
     return any("tilewright.packed" in header.metadata for header in checkpoint.headers.values())
 
 
-def source_layout(weight: SourceWeight, fmt: WeightFormat, specs: Mapping[str, TensorSpec]) -> Layout | None:
-    """The checkpoint layout that has tensors of the same names and shapes as `specs`.
-
-    Dtypes may differ (float16 weights, scales in bf16): unpacking then gives the layout's own.
-    """
-    shapes = {suffix: spec.shape for suffix, spec in specs.items()}
-    for layout in LAYOUTS.values():
-        if layout.id.startswith(PACKED_PREFIXES) or layout.accepts(fmt, weight.shape):
-            continue
-        wanted = {suffix: spec.shape for suffix, spec in layout.specs(fmt, weight.shape).items()}
-        if wanted == {suffix: shape for suffix, shape in shapes.items() if suffix in wanted}:
-            return layout
-    return None
-
-
-def scheme_of(formats: Mapping[Role, set[str]]) -> str:
-    """Id of the scheme that gives these quantized formats to the roles; several joined by `+` if it is none of ours."""
-    experts = formats.get("expert", set())
-    found = set().union(*formats.values())
-    if not found:
-        return "none"
-    if experts == {"int4-g128"} and found - experts <= {"fp8"} and formats.get("linear", set()) <= {"fp8"}:
-        return "w4afp8"
-    names = {"fp8": "block-fp8", "int8": "int8"}
-    return "+".join(sorted({names.get(fmt, "int4") for fmt in found}))
-
-
 @dataclass
 class _Planner:
     checkpoint: Checkpoint
-    target: Target
+    target: PackTarget
     cut: Cut
     tensors: dict[str, TensorSpec] = field(default_factory=dict)
     tasks: list[Task] = field(default_factory=list)
@@ -115,40 +92,52 @@ class _Planner:
     def decide(self) -> None:
         """Walk through the weights in source order, then through all that is left."""
         source = self.checkpoint
-        architecture = architecture_of(source.config)
+        family = family_of(source.config)
         specs = source_specs(source)
-        inventory = take_inventory(specs, source.config)
+        inventory = detect_weights(specs, source.config)
         self.rejects += inventory.rejects
         self.rejects += cut_rejects(source.config, specs, self.cut.tp[1], self.cut.ep[1])
-        weights, rejects = unstack(inventory.weights, source.config, architecture)
-        self.rejects += rejects
-        stacks: dict[str, list[SourceWeight]] = {}
-        for weight in weights:
-            if match := EXPERT.match(weight.module):
-                stacks.setdefault(match["stack"], []).append(weight)
-        joined = self._join(weights, architecture) if self.target.joins else {}
-        for weight in weights:
-            role = architecture.role(weight.module)
-            if match := EXPERT.match(weight.module):
-                if members := stacks.pop(match["stack"], []):
-                    self._pack_experts(match["stack"], members)
-            elif len(weight.shape) > 2 and role in self.target.roles:
-                reason = f"experts stacked in one tensor {list(weight.shape)} are not packed"
-                self.rejects.append(Reject(weight.module, reason, QUANTIZE_HINT))
-            elif weight.quantized or role in self.target.roles:
-                group = joined.get(weight.module) or Group(weight.module, ((weight,),))
-                if weight is group.experts[0][0]:
+        matrices = self._matrices(inventory.weights, family)
+        stacks: dict[str, list[Matrix]] = {}
+        for matrix in matrices:
+            if path := family.experts.find(matrix.module):
+                stacks.setdefault(path.container, []).append(matrix)
+        joined = self._join(matrices, family) if self.target.joins else {}
+        for matrix in matrices:
+            role = family.role(matrix.module)
+            if path := family.experts.find(matrix.module):
+                if members := stacks.pop(path.container, []):
+                    self._pack_experts(path.container, members, family)
+            elif matrix.stored.quantized or role in self.target.roles:
+                group = joined.get(matrix.module) or ModuleGroup(matrix.module, ((matrix,),))
+                if matrix is group.experts[0][0]:
                     self._pack([group], role)
-                if self.target.absorbs and weight.module.endswith(f".{PROJECTION}"):
-                    self._absorb(weight)
+                if self.target.absorbs and matrix.module.endswith(f".{PROJECTION}"):
+                    self._absorb(matrix)
             else:
-                self._copy(weight.tensors, ROUTER if role == "router" else KEPT.get(role, role))
-        embeddings = [weight for weight in inventory.weights if architecture.role(weight.module) == "embedding"]
-        self._pack_tied_head(embeddings)
+                self._copy(matrix.stored.tensors, ROUTER if role == "router" else KEPT.get(role, role))
+        self._pack_tied_head([matrix for matrix in matrices if family.role(matrix.module) == "embedding"])
         self._copy((name for name in source.files if name not in self.fates), "no weight of a Linear")
         if not self.modules and not self.rejects:
             reason = f"holds no weight that is packed for {self.target.id}"
             self.rejects.append(Reject(str(source.root), reason, QUANTIZE_HINT))
+
+    def _matrices(self, weights: list[StoredWeight], family: ModelFamily) -> list[Matrix]:
+        """All matrices, but for stacks of experts in other than 16 bits and those whose order of rows nothing tells."""
+        stacks = [weight for weight in weights if len(weight.shape) == 3]
+        if family.experts_order is None:
+            kind = self.checkpoint.config.get("model_type")
+            reason = f"model_type `{kind}` is not known, so it may hold gate over up or up over gate"
+            layers = {str(family.experts.container(weight.module)): weight for weight in reversed(stacks)}
+            self.rejects += [Reject(weight.tensors[0], reason, ORDER_HINT) for weight in layers.values()]
+            weights = [weight for weight in weights if len(weight.shape) == 2]
+        for weight in (weight for weight in stacks if weight.encoding not in SIXTEEN_BITS):
+            reason = f"experts stacked in one tensor {list(weight.shape)} are not packed"
+            self.rejects.append(Reject(weight.module, reason, QUANTIZE_HINT))
+        weights = [weight for weight in weights if len(weight.shape) == 2 or weight.encoding in SIXTEEN_BITS]
+        matrices = matrices_of(weights, self.checkpoint.files, self.checkpoint.config, family)
+        self.rejects += [replace(reject, hint=reject.hint and ORDER_HINT) for reject in matrices.rejects]
+        return matrices.found
 
     def plan(self) -> Plan:
         """The plan of what was decided."""
@@ -180,15 +169,16 @@ class _Planner:
             notes=tuple(self.notes),
         )
 
-    def _join(self, weights: Iterable[SourceWeight], architecture: Architecture) -> dict[str, Group]:
+    def _join(self, matrices: Iterable[Matrix], family: ModelFamily) -> dict[str, ModuleGroup]:
         """Module of each Linear that is packed together with others -> their group."""
         linears: dict[str, Linear] = {}
-        for weight in weights:
-            if len(weight.shape) == 2 and architecture.role(weight.module) in self.target.roles:
-                fmt, bias = self._format(weight), self._bias(weight)
+        for matrix in matrices:
+            if matrix.alone and family.role(matrix.module) in self.target.roles:
+                fmt = self._format(matrix)
                 if not isinstance(fmt, Reject):
-                    linears[weight.module] = Linear(weight, fmt, self.checkpoint.spec(bias).dtype if bias else None)
-        groups: dict[str, Group] = {}
+                    bias = self.checkpoint.spec(matrix.bias).dtype if matrix.bias else None
+                    linears[matrix.module] = Linear(matrix, fmt, bias)
+        groups: dict[str, ModuleGroup] = {}
         apart: dict[str, list[str]] = {}
         for found in join_linears(linears, self.cut):
             if isinstance(found, Reject):
@@ -200,8 +190,8 @@ class _Planner:
             self.notes.append(f"{names[0]}{more} is not joined: {reason}")
         return groups
 
-    def _pack_experts(self, stack: str, weights: list[SourceWeight]) -> None:
-        groups = group_experts(stack, weights)
+    def _pack_experts(self, stack: str, matrices: list[Matrix], family: ModelFamily) -> None:
+        groups = group_experts(stack, matrices, family.experts)
         if isinstance(groups, Reject):
             self.rejects.append(groups)
         else:
@@ -209,7 +199,7 @@ class _Planner:
             if self.target.reduces_scales:
                 self._reduce_scales(groups)
 
-    def _reduce_scales(self, groups: list[Group]) -> None:
+    def _reduce_scales(self, groups: list[ModuleGroup]) -> None:
         """One static activation scale for each stack, beside those of its experts, which stay as they are."""
         for group in groups:
             task = reduced_scale(group, self.cut, self.modules.get(group.name))
@@ -219,7 +209,7 @@ class _Planner:
                 self.tasks.append(task)
                 self.tensors.update({piece.name: piece.spec for piece in task.pieces})
 
-    def _absorb(self, weight: SourceWeight) -> None:
+    def _absorb(self, weight: Matrix) -> None:
         """Add `w_kc` and `w_vc` beside a packed `kv_b_proj`."""
         fmt = self._format(weight)
         heads = heads_of(weight, self.checkpoint.config, self.cut.tp[1])
@@ -236,39 +226,39 @@ class _Planner:
             outputs |= {f"{prefix}.{name}.{suffix}": tensor for suffix, tensor in spec.tensors().items()}
         self.tensors |= outputs
         share = share_of(PROJECTION, self.cut, is_expert=False)
-        step = AbsorbStep(prefix, weight.reader, fmt, share, heads, layout)
-        self.tasks.append(Task(tuple(map(Source, weight.tensors)), tuple(Piece(*o) for o in outputs.items()), step))
-        for name in weight.tensors:
+        step = AbsorbStep(prefix, weight, fmt, share, heads, layout)
+        self.tasks.append(Task(weight.sources, tuple(Piece(*output) for output in outputs.items()), step))
+        for name in weight.stored.tensors:
             fate = self.fates[name]
             self.fates[name] = replace(fate, outputs=(*fate.outputs, *outputs))
 
-    def _pack_tied_head(self, embeddings: list[SourceWeight]) -> None:
+    def _pack_tied_head(self, embeddings: list[Matrix]) -> None:
         """Where the head shares the embedding's matrix: pack it once for the head, keep it for the embedding."""
         config = self.checkpoint.config
         if "head" not in self.target.roles:
             return
         if f"{HEAD}.weight" in self.checkpoint.files or "ForCausalLM" not in str(config.get("architectures")):
             return
-        if text_config(config).get("tie_word_embeddings", config.get("tie_word_embeddings")) is False:
+        if text_value(config, "tie_word_embeddings") is False:
             hint = "set tie_word_embeddings in config.json if the head is the embedding"
             self.rejects.append(Reject(HEAD, "is absent, and config.json says that it is not tied", hint))
         elif len(embeddings) == 1:
-            name = embeddings[0].tensors[0]
-            self._pack([Group(HEAD, ((embeddings[0],),))], "head")
+            name = embeddings[0].stored.tensors[0]
+            self._pack([ModuleGroup(HEAD, ((embeddings[0],),))], "head")
             outputs = (name, *(output for output in self.tensors if output.startswith(f"{HEAD}.")))
             self.fates[name] = Fate("copied", "embedding; packed a second time as the tied head", outputs)
             twice = f"{self.checkpoint.spec(name).nbytes / 1e6:.1f} MB are stored twice"
             self.notes.append(f"{HEAD}: tied, but rows are looked up in the plain matrix, so {twice}")
 
-    def _format(self, weight: SourceWeight) -> WeightFormat | Reject | None:
-        """The format in which a weight's codes are packed; None if it stays as it is."""
-        if weight.keeps:
-            return FORMATS[weight.keeps[0]]
-        if weight.quantized:
-            return Reject(weight.module, f"no packed layout holds {weight.encoding}", QUANTIZE_HINT)
-        return BF16 if self.checkpoint.spec(weight.tensors[0]).dtype == torch.float16 else None
+    def _format(self, matrix: Matrix) -> WeightFormat | Reject | None:
+        """The format in which a matrix's codes are packed; None if it stays as it is."""
+        if fmt := matrix.stored_format:
+            return fmt
+        if matrix.stored.quantized:
+            return Reject(matrix.stored.module, f"no packed layout holds {matrix.stored.encoding}", QUANTIZE_HINT)
+        return BF16 if self.checkpoint.spec(matrix.stored.tensors[0]).dtype == torch.float16 else None
 
-    def _pack(self, groups: list[Group], role: Role) -> None:
+    def _pack(self, groups: list[ModuleGroup], role: Role) -> None:
         """Give groups of equally many experts of one encoding their modules, tensors and tasks, or say why not."""
         weights = [weight for group in groups for expert in group.experts for weight in expert]
         fmt = self._format(weights[0]) if role in self.target.roles else None
@@ -285,10 +275,10 @@ class _Planner:
             elif layout:
                 layouts.append(layout)
         if not fmt or not layouts:
-            reason = f"{weights[0].encoding} stays as it is"
-            if share_of(weights[0].module.rpartition(".")[2], self.cut, groups[0].stacked) != Share():
+            reason = f"{weights[0].stored.encoding} stays as it is"
+            if share_of(weights[0].module.rpartition(".")[2], self.cut, groups[0].stacked) != RankSlice():
                 self.rejects.append(Reject(groups[0].name, f"{reason}, and only packed matrices are cut"))
-            self._copy((name for weight in weights for name in weight.tensors), reason)
+            self._copy(dict.fromkeys(name for weight in weights for name in weight.stored.tensors), reason)
         if not fmt or len(layouts) != len(groups):
             return
         for group, layout in zip(groups, layouts, strict=True):
@@ -297,10 +287,10 @@ class _Planner:
             self._add_task(groups, layouts, fmt, number)
         if fmt.has_scales:
             self.formats.setdefault(role, set()).add(fmt.id)
-        elif self.checkpoint.spec(weights[0].tensors[0]).dtype == torch.float16:
+        elif self.checkpoint.spec(weights[0].stored.tensors[0]).dtype == torch.float16:
             self.notes.append(f"{weights[0].module}: float16 is rounded to bf16, which the kernels read")
 
-    def _cut(self, group: Group, fmt: WeightFormat) -> Group:
+    def _cut(self, group: ModuleGroup, fmt: WeightFormat) -> ModuleGroup:
         """The group with this rank's share of it."""
         first = group.experts[0][0]
         share = share_of(first.module.rpartition(".")[2], self.cut, group.stacked)
@@ -315,23 +305,20 @@ class _Planner:
             return group
         return replace(group, share=share)
 
-    def _tensors(self, weight: SourceWeight) -> dict[str, TensorSpec]:
-        """Suffix -> specification of all tensors under the weight's module path but its bias."""
-        if weight.stacked_at:
-            return {"weight": TensorSpec(self.checkpoint.spec(weight.tensors[0]).dtype, weight.shape)}
-        names = (*weight.tensors, *weight.companions)
-        return {name.removeprefix(f"{weight.module}."): self.checkpoint.spec(name) for name in names}
+    def _tensors(self, matrix: Matrix) -> dict[str, TensorSpec]:
+        """Suffix -> specification of all tensors under the matrix's module path but its bias."""
+        stored = matrix.stored
+        if not matrix.alone:
+            return {"weight": TensorSpec(self.checkpoint.spec(stored.tensors[0]).dtype, matrix.shape)}
+        names = (*stored.tensors, *stored.companions)
+        return {name.removeprefix(f"{stored.module}."): self.checkpoint.spec(name) for name in names}
 
-    def _bias(self, weight: SourceWeight) -> str | None:
-        name = f"{weight.stacked_at.stack}_bias" if weight.stacked_at else f"{weight.module}.bias"
-        return name if name in self.checkpoint.files else None
-
-    def _add_module(self, group: Group, layout: Layout, fmt: WeightFormat) -> None:
+    def _add_module(self, group: ModuleGroup, layout: Layout, fmt: WeightFormat) -> None:
         """Describe a packed module and its tensors, and what becomes of the tensors that it is made of."""
         weights = [weight for expert in group.experts for weight in expert]
         first = weights[0]
         stored = source_layout(first, fmt, self._tensors(first))
-        biases = [self._bias(weight) for weight in weights]
+        biases = [weight.bias for weight in weights]
         if any(biases) and not all(biases):
             self.rejects.append(Reject(group.name, "some of its parts have a bias and others have none"))
         spec = ModuleSpec(
@@ -353,8 +340,9 @@ class _Planner:
         where = f"layout {layout.id}" + (f", joined to {group.name.rpartition('.')[2]}" if group.joined else "")
         fate = Fate("packed", f"{fmt.id} codes in {where}", tuple(outputs))
         for number, weight in ((number, weight) for number, expert in enumerate(group.experts) for weight in expert):
-            names = [*weight.tensors, *(name for name in weight.companions if name.rpartition(".")[2] in held)]
-            bias = self._bias(weight)
+            stored_names = weight.stored.companions if weight.alone else ()
+            names = [*weight.stored.tensors, *(name for name in stored_names if name.rpartition(".")[2] in held)]
+            bias = weight.bias
             if number not in group.numbers:
                 elsewhere = Fate("dropped", "an expert of another rank")
                 for name in (*names, *([bias] if bias else [])):
@@ -364,22 +352,17 @@ class _Planner:
             if bias:
                 self.fates[bias] = Fate("packed", "bias in fp32", (f"{group.name}.bias",))
 
-    def _add_task(self, groups: list[Group], layouts: list[Layout], fmt: WeightFormat, number: int) -> None:
+    def _add_task(self, groups: list[ModuleGroup], layouts: list[Layout], fmt: WeightFormat, number: int) -> None:
         """The task of one expert, or of a Linear."""
         sources: list[Source] = []
         pieces: list[Piece] = []
         parts = []
         for group, layout in zip(groups, layouts, strict=True):
-            weights = group.experts[number]
-            for weight in weights:
-                bias, index = self._bias(weight), weight.stacked_at.expert if weight.stacked_at else None
-                sources += [Source(name, index) for name in (*weight.tensors, *([bias] if bias else []))]
-            counts = tuple(len(weight.tensors) for weight in weights)
+            matrices = group.experts[number]
+            for matrix in matrices:
+                sources += [*matrix.sources, *([matrix.bias_source] if matrix.bias_source else [])]
             has_bias = self.modules[group.name].bias_dtype is not None
-            readers = tuple(weight.reader for weight in weights)
-            rows = tuple(slice(*weight.stacked_at.rows) if weight.stacked_at else slice(None) for weight in weights)
-            part = PackedPart(group.name, layout, fmt, readers, counts, rows, has_bias, group.share, group.parts)
-            parts.append(part)
+            parts.append(PackedPart(group.name, layout, fmt, matrices, has_bias, group.share, group.parts))
             one = replace(self.modules[group.name], shape=group.matrix)
             for suffix, piece in one.tensors().items():
                 offset = (number - group.numbers.start) * piece.nbytes

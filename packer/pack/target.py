@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from tilewright.kernels.formats import INT4_BY_GROUP, WeightFormat
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.layouts.base import Layout
-from tilewright.kernels.tensors import Reject
+from tilewright.kernels.tensors import Reject, TensorSpec
 
-from ..families.base import Role
+from ..checkpoint.matrices import Matrix
+from ..families.roles import Role
 
 PACKED_PREFIXES = ("cpu-", "gpu-")  # ids of layouts that kernels read; all others are checkpoint layouts
 
 
-class Target(Protocol):
+class PackTarget(Protocol):
     """What is packed for: decides the layout of each weight.
 
     Attributes:
@@ -53,9 +55,9 @@ class CpuTarget:
         preferred: Layout to prefer, or None.
         id: Name of the target.
         roles: Roles of the weights that are packed.
-        reduces_scales: See `Target`.
-        absorbs: See `Target`.
-        joins: See `Target`.
+        reduces_scales: See `PackTarget`.
+        absorbs: See `PackTarget`.
+        joins: See `PackTarget`.
     """
 
     preferred: str | None = None
@@ -86,9 +88,9 @@ class GpuTarget:
         preferred: The layout.
         id: Name of the target.
         roles: Roles of the weights that are packed.
-        reduces_scales: See `Target`.
-        absorbs: See `Target`.
-        joins: See `Target`.
+        reduces_scales: See `PackTarget`.
+        absorbs: See `PackTarget`.
+        joins: See `PackTarget`.
     """
 
     preferred: str = "gpu-hopper-w4"
@@ -104,3 +106,30 @@ class GpuTarget:
             hint = "convert the checkpoint with `quantize-model --scheme w4afp8` first"
             return Reject(fmt.id, "experts are packed for GPUs in int4 alone", hint)
         return LAYOUTS[self.preferred].accepts(fmt, shape, parts) or LAYOUTS[self.preferred]
+
+
+def source_layout(matrix: Matrix, fmt: WeightFormat, specs: Mapping[str, TensorSpec]) -> Layout | None:
+    """The checkpoint layout that has tensors of the same names and shapes as `specs`.
+
+    Dtypes may differ (float16 weights, scales in bf16): unpacking then gives the layout's own.
+    """
+    shapes = {suffix: spec.shape for suffix, spec in specs.items()}
+    for layout in LAYOUTS.values():
+        if layout.id.startswith(PACKED_PREFIXES) or layout.accepts(fmt, matrix.shape):
+            continue
+        wanted = {suffix: spec.shape for suffix, spec in layout.specs(fmt, matrix.shape).items()}
+        if wanted == {suffix: shape for suffix, shape in shapes.items() if suffix in wanted}:
+            return layout
+    return None
+
+
+def scheme_of(formats: Mapping[Role, set[str]]) -> str:
+    """Id of the scheme that gives these quantized formats to the roles; several joined by `+` if it is none of ours."""
+    experts = formats.get("expert", set())
+    found = set().union(*formats.values())
+    if not found:
+        return "none"
+    if experts == {"int4-g128"} and found - experts <= {"fp8"} and formats.get("linear", set()) <= {"fp8"}:
+        return "w4afp8"
+    names = {"fp8": "block-fp8", "int8": "int8"}
+    return "+".join(sorted({names.get(fmt, "int4") for fmt in found}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Written
+from .inputs import QuantConfigInputs
 
 
 def _arguments(**fields: Any) -> dict[str, Any]:
@@ -13,7 +13,9 @@ def _arguments(**fields: Any) -> dict[str, Any]:
     return {**defaults, "symmetric": True, "dynamic": False, "observer": "minmax"} | fields
 
 
-def _block(written: Written, layout: str, weights: dict[str, Any], inputs: dict[str, Any] | None) -> dict[str, Any]:
+def _block(
+    output: QuantConfigInputs, layout: str, weights: dict[str, Any], inputs: dict[str, Any] | None
+) -> dict[str, Any]:
     """The block; "Linear" as the only target and a global format, as SGLang's detection wants it."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
     return {
@@ -22,33 +24,33 @@ def _block(written: Written, layout: str, weights: dict[str, Any], inputs: dict[
         "quantization_status": "compressed",
         "global_compression_ratio": None,
         "kv_cache_scheme": None,
-        "ignore": list(written.unquantized),
+        "ignore": list(output.unquantized),
         "config_groups": {"group_0": group},
     }
 
 
-def write_block_fp8(written: Written) -> dict[str, Any]:
+def write_block_fp8(output: QuantConfigInputs) -> dict[str, Any]:
     """FP8 in blocks of 128 x 128, activations in groups of 128 per token."""
     weights = _arguments(num_bits=8, type="float", strategy="block", block_structure=[128, 128])
     inputs = _arguments(num_bits=8, type="float", strategy="group", group_size=128, dynamic=True, observer=None)
-    return _block(written, "float-quantized", weights, inputs)
+    return _block(output, "float-quantized", weights, inputs)
 
 
-def write_int8(written: Written) -> dict[str, Any]:
+def write_int8(output: QuantConfigInputs) -> dict[str, Any]:
     """int8 per output channel, activations per token."""
     weights = _arguments(num_bits=8, type="int", strategy="channel")
     inputs = _arguments(num_bits=8, type="int", strategy="token", dynamic=True, observer=None)
-    return _block(written, "int-quantized", weights, inputs)
+    return _block(output, "int-quantized", weights, inputs)
 
 
-def write_int4(written: Written) -> dict[str, Any]:
+def write_int4(output: QuantConfigInputs) -> dict[str, Any]:
     """int4 in groups along K, 16-bit activations."""
-    weights = _arguments(num_bits=4, type="int", strategy="group", group_size=written.group)
-    return _block(written, "pack-quantized", weights, None)
+    weights = _arguments(num_bits=4, type="int", strategy="group", group_size=output.group)
+    return _block(output, "pack-quantized", weights, None)
 
 
-def write_w4afp8(written: Written) -> dict[str, Any]:
+def write_w4afp8(output: QuantConfigInputs) -> dict[str, Any]:
     """int4 in groups of 128, FP8 activations per token; everything but the routed experts is in `ignore`."""
     weights = _arguments(num_bits=4, type="int", strategy="group", group_size=128)
     inputs = _arguments(num_bits=8, type="float", strategy="token", dynamic=True, observer=None)
-    return _block(written, "pack-quantized", weights, inputs)
+    return _block(output, "pack-quantized", weights, inputs)

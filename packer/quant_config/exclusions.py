@@ -12,12 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..checkpoint import quantization_config, take_inventory
+from ..checkpoint import detect_weights, quantization_config
 from ..checkpoint.files import Checkpoint
-from ..checkpoint.naming import canonical
-from ..checkpoint.stacks import container_of
-from ..families import architecture_of
-from ..families.base import Role, unwrapped
+from ..families import family_of
+from ..families.family import unwrapped
+from ..families.roles import Role
 
 Matcher = Callable[[list[str], str], bool]
 AUTOMATIC: tuple[Role, ...] = ("embedding", "head", "router", "shared-gate", "norm", "mtp-projection", "conv")
@@ -143,45 +142,40 @@ def engine_views(checkpoint: Checkpoint) -> list[View]:
     ]
 
 
-def _modules(checkpoint: Checkpoint) -> dict[str, tuple[Role, bool]]:
-    """Module -> its role, and whether the files hold it quantized."""
-    inventory = take_inventory({name: checkpoint.spec(name) for name in checkpoint.files}, checkpoint.config)
-    family = architecture_of(checkpoint.config)
-    modules: dict[str, tuple[Role, bool]] = {}
+def _modules(checkpoint: Checkpoint) -> dict[str, tuple[Role, bool, str]]:
+    """Module -> its role, whether the files hold it quantized, and the path that engines ask for: of all experts."""
+    inventory = detect_weights({name: checkpoint.spec(name) for name in checkpoint.files}, checkpoint.config)
+    family = family_of(checkpoint.config)
+    modules: dict[str, tuple[Role, bool, str]] = {}
     for weight in inventory.weights:
-        path = canonical(weight.module)
-        role = "expert" if container_of(path) else family.role(path)
-        modules[path] = role, weight.quantized
+        path = family.experts.canonical(weight.module)
+        container = family.experts.container(path)
+        role: Role = "expert" if container else family.role(path)
+        modules[path] = role, weight.quantized, container or path
     return modules
 
 
-def _view(engine: str, reading: Reading, block: Mapping[str, Any], modules: dict[str, tuple[Role, bool]]) -> View:
+def _view(engine: str, reading: Reading, block: Mapping[str, Any], modules: dict[str, tuple[Role, bool, str]]) -> View:
     entries = reading.entries(block)
     cache: dict[str, bool] = {}
 
-    def leaves(path: str, role: Role) -> bool:
-        asked = _asked(path) if role == "expert" else path
+    def leaves(asked: str) -> bool:
         if asked not in cache:
             cache[asked] = reading.matches(entries, asked)
         return cache[asked]
 
     excluded, missing, surplus, torn = [], [], [], []
-    for path, (role, quantized) in modules.items():
-        left = leaves(path, role)
+    for path, (role, quantized, asked) in modules.items():
+        left = leaves(asked)
         if left:
             excluded.append(path)
         if left and quantized:
             surplus.append(path)
         elif not left and not quantized and role not in AUTOMATIC:
             missing.append(path)
-        if left != leaves(unwrapped(path), role) and role not in AUTOMATIC:
+        if left != leaves(unwrapped(asked)) and role not in AUTOMATIC:
             torn.append(path)
     return View(engine, True, tuple(excluded), tuple(missing), tuple(surplus), tuple(torn))
-
-
-def _asked(path: str) -> str:
-    """The path that an engine looks up for an expert: that of all experts of the layer."""
-    return container_of(path) or path.rpartition(".experts.")[0] + ".experts"
 
 
 def described(views: list[View]) -> str:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Written
+from .inputs import QuantConfigInputs
 
 
-def write(written: Written) -> dict[str, Any]:
+def write(output: QuantConfigInputs) -> dict[str, Any]:
     """The block. `activation_scheme` and `weight_block_size` must be there: absence means per-tensor, or an error."""
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
-        "modules_to_not_convert": list(written.unquantized),
+        "modules_to_not_convert": list(output.unquantized),
     }

@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from .base import Written
+from .inputs import QuantConfigInputs
 
 # Static activation scale of experts without calibration. FP8 is a floating format: under scale 1 every activation
 # between 2^-6 and 448 keeps its full 3 bits of mantissa, which covers normalised hidden states, and 1 is also what
@@ -25,14 +25,14 @@ FUSED = {  # the names of TensorRT-LLM's merged modules
 }
 
 
-def write(written: Written) -> dict[str, Any]:
+def write(output: QuantConfigInputs) -> dict[str, Any]:
     """The block. SGLang reads `quant_method` alone; the rest tells people and other tools what the files hold."""
     return {
         "quant_method": "w4afp8",
         "activation_scheme": "dynamic",
         "weight_block_size": [128, 128],
         "group_size": 128,
-        "modules_to_not_convert": list(written.unquantized),
+        "modules_to_not_convert": list(output.unquantized),
     }
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .base import Written
+from .inputs import QuantConfigInputs
 
 
-def write(written: Written) -> dict[str, Any]:
+def write(output: QuantConfigInputs) -> dict[str, Any]:
     """The block. Whatever Linear is not in `ignore` must be int8."""
-    return {"quant_method": "w8a8_int8", "ignore": list(written.unquantized)}
+    return {"quant_method": "w8a8_int8", "ignore": list(output.unquantized)}

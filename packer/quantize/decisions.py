@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,18 +12,20 @@ from tilewright.kernels.formats import FORMATS
 from tilewright.kernels.tensors import Reject, TensorSpec
 
 from ..checkpoint import Inventory
-from ..checkpoint.base import SourceWeight
-from ..checkpoint.naming import Naming, canonical
-from ..checkpoint.stacks import StackLayout, TransposedReader, container_of, decide, output_rows, transposable
-from ..families.base import KEPT, W_NAMES, Architecture, Role
+from ..checkpoint.encoding import StoredWeight
+from ..checkpoint.matrices import Matrix, matrices_of
+from ..checkpoint.naming import Naming
+from ..families.experts import SHORT
+from ..families.family import ModelFamily
+from ..families.roles import KEPT, Role
 from ..quant_config.w4afp8 import UNCALIBRATED_INPUT_SCALE
-from ..schemes.base import SIXTEEN_BITS, Form, Target
+from ..schemes.scheme import SIXTEEN_BITS, CheckpointFormat, StorageSpec
 from .options import QuantizeOptions
 from .rules import Pattern, first_match
 from .steps import Part
 
 Action = Literal["quantize", "dequantize", "keep", "drop"]
-W_INPUT_SCALES = tuple(f".{name}.input_scale" for name in W_NAMES.values())
+SHORT_INPUT_SCALES = tuple(f".{name}.input_scale" for name in SHORT.projections)
 LOOSE = (  # tensors that are no matrix of a module, and why they keep their bytes
     (re.compile(r"\.bias$|_bias$"), "bias"),
     (re.compile(r"norm\w*\.weight$|layernorm|(?:^|\.)ln_\w+\.weight$"), "normalisation"),
@@ -41,7 +44,7 @@ class Decision:
         reason: Why, for people.
         names: Source tensors concerned, the weight first.
         weight: The weight, None for a loose tensor.
-        index: Expert of a stack, None for anything whole.
+        matrices: What of it the parts are made of; empty where a stack stays as it is.
         parts: The output matrices.
         bias: A stacked bias that is cut up beside the weight.
         carried: Companions of the weight that the output needs as they are.
@@ -51,11 +54,16 @@ class Decision:
     action: Action
     reason: str
     names: tuple[str, ...]
-    weight: SourceWeight | None = None
-    index: int | None = None
+    weight: StoredWeight | None = None
+    matrices: tuple[Matrix, ...] = ()
     parts: tuple[Part, ...] = ()
     bias: str | None = None
     carried: tuple[str, ...] = ()
+
+    @property
+    def index(self) -> int | None:
+        """Expert of a stack, None for anything whole."""
+        return self.matrices[0].expert if self.matrices else None
 
     @property
     def quantized(self) -> tuple[Part, ...]:
@@ -69,7 +77,7 @@ class Decider:
 
     Attributes:
         config: config.json of the source.
-        architecture: The family of the model.
+        family: The family of the model.
         form: The scheme in its chosen spelling.
         options: The request.
         group: int4 group size.
@@ -80,8 +88,8 @@ class Decider:
     """
 
     config: Mapping[str, Any]
-    architecture: Architecture
-    form: Form
+    family: ModelFamily
+    form: CheckpointFormat
     options: QuantizeOptions
     group: int
     mtp: set[str] = field(default_factory=set)
@@ -95,20 +103,26 @@ class Decider:
 
     def decide(self, inventory: Inventory, specs: Mapping[str, TensorSpec]) -> list[Decision]:
         """One decision per matrix, expert of a stack, and loose tensor, in source order."""
-        layouts = self._stack_layouts(inventory.weights)
-        decided: list[Decision] = []
+        options = self.options
+        matrices = matrices_of(
+            inventory.weights, specs, self.config, self.family, options.experts_order, options.experts_transposed
+        )
+        self.rejects += matrices.rejects
+        stacked = [matrix for matrix in matrices.found if not matrix.alone]
+        if stacked and options.experts_order is None and self.family.experts_order is None:
+            kind = self.config.get("model_type")
+            self.notes.append(
+                f"model_type `{kind}` is not known: gate rows are taken to come before up rows; --experts-order says so"
+            )
+        decided = [self._matrix(matrix) for matrix in matrices.found if matrix.alone]
         stacks: dict[str, list[list[Decision]]] = {}  # container -> for each of its stacks, one decision per expert
-        for weight in inventory.weights:
-            container = container_of(weight.module) if len(weight.shape) == 3 else None
-            if container is None:
-                decided.append(self._matrix(weight))
-            elif container in layouts:
-                bias = f"{weight.module}_bias"
-                experts = self._stack(weight, layouts[container], bias if bias in specs else None)
-                stacks.setdefault(container, []).append(experts)
-        for members in stacks.values():
-            untouched = all(decision.action == "keep" for experts in members for decision in experts)
-            for experts in members:
+        for _, group in itertools.groupby(stacked, lambda matrix: matrix.stored.module):
+            members = list(group)
+            container = self.family.experts.container(members[0].module) or ""
+            stacks.setdefault(container, []).append(self._stack(members))
+        for layer in stacks.values():
+            untouched = all(decision.action == "keep" for experts in layer for decision in experts)
+            for experts in layer:
                 decided += _whole(experts) if untouched else [_cut(decision) for decision in experts]
         whole = {name for decision in decided for name in (*decision.names, decision.bias)}
         decided += [self._loose(name, specs[name]) for name in inventory.loose if name not in whole]
@@ -127,7 +141,7 @@ class Decider:
                     self.notes.append(f"{flag} {pattern.text}: {reason}")
 
     def _loose(self, name: str, spec: TensorSpec) -> Decision:
-        role = self.architecture.role(name.removesuffix(".weight"))
+        role = self.family.role(name.removesuffix(".weight"))
         if dropped := self._dropped(name, role):
             return Decision(role, "drop", dropped, (name,))
         reason = next((reason for pattern, reason in LOOSE if pattern.search(name)), None)
@@ -138,16 +152,17 @@ class Decider:
                 self.rejects.append(Reject(name, f"{spec.dtype} {list(spec.shape)}: {reason}", hint))
         return Decision(role, "keep", reason or KEPT.get(role, "no matrix"), (name,))
 
-    def _matrix(self, weight: SourceWeight) -> Decision:
-        n, k = weight.shape
-        module = canonical(weight.module)
-        role = self.architecture.role(module)
+    def _matrix(self, matrix: Matrix) -> Decision:
+        weight = matrix.stored
+        role = self.family.role(matrix.module)
         names = (*weight.tensors, *weight.companions)
         if dropped := self._dropped(names[0], role):
             return Decision(role, "drop", dropped, names)
-        part, reason = self._part(module, role, (0, n, 1), k, weight)
-        carried = tuple(name for name in weight.companions if name.endswith(W_INPUT_SCALES) and self.form.input_scale)
-        return Decision(role, _action((part,)), reason, names, weight, None, (part,), carried=carried)
+        part, reason = self._part(matrix, role)
+        carried = tuple(
+            name for name in weight.companions if name.endswith(SHORT_INPUT_SCALES) and self.form.input_scale
+        )
+        return Decision(role, _action((part,)), reason, names, weight, (matrix,), (part,), carried=carried)
 
     def _dropped(self, name: str, role: Role) -> str | None:
         """Why a tensor is left out; None if it is not."""
@@ -159,23 +174,21 @@ class Decider:
             return "the draft model shares it with its target"
         return None
 
-    def _part(
-        self, module: str, role: Role, rows: tuple[int, int, int], k: int, weight: SourceWeight
-    ) -> tuple[Part, str]:
+    def _part(self, matrix: Matrix, role: Role) -> tuple[Part, str]:
         """The output matrix and the reason for what it becomes."""
-        target, reason = self._target(module, role, (len(range(*rows)), k), weight)
-        module = self.naming(module)
+        weight = matrix.stored
+        target, reason = self._target(matrix.module, role, matrix.shape, weight)
+        module = self.naming(matrix.module)
         scale = None
         if role == "expert" and target is not None and self.form.input_scale:
-            stem, _, projection = module.rpartition(".")
-            name = f"{stem}.{W_NAMES.get(projection, projection)}.input_scale"
+            name = f"{self.family.experts.short(module)}.input_scale"
             carried = {self.naming(companion) for companion in weight.companions}
             scale = None if name in carried else (name, UNCALIBRATED_INPUT_SCALE)
-        return Part(module, rows, target, scale), reason
+        return Part(module, matrix.rows, target, scale), reason
 
     def _target(
-        self, module: str, role: Role, shape: tuple[int, int], weight: SourceWeight
-    ) -> tuple[Target | None, str]:
+        self, module: str, role: Role, shape: tuple[int, int], weight: StoredWeight
+    ) -> tuple[StorageSpec | None, str]:
         if 0 in shape:
             return None, f"{list(shape)} holds no weights"
         excluded = first_match(self._exclude, module, weight.module)
@@ -200,8 +213,8 @@ class Decider:
             return SIXTEEN_BITS, f"{weight.encoding} -> bf16: {reason}"
         return None, reason
 
-    def _describe(self, weight: SourceWeight, target: Target) -> str:
-        if target.format in weight.keeps:
+    def _describe(self, weight: StoredWeight, target: StorageSpec) -> str:
+        if target.format == weight.stored_format:
             return f"{weight.encoding} -> {target.format}, codes as they are"
         if weight.encoding.startswith("int4") and FORMATS[target.format].bits == 4:
             note = (
@@ -212,50 +225,19 @@ class Decider:
                 self.notes.append(note)
         return f"{weight.encoding} -> {target.format}"
 
-    def _stack_layouts(self, weights: list[SourceWeight]) -> dict[str, StackLayout]:
-        """The layout of every container of stacks; what cannot be decided becomes a reject."""
-        stacks: dict[str, list[SourceWeight]] = {}
-        for weight in weights:
-            container = container_of(weight.module) if len(weight.shape) == 3 else None
-            if container:
-                stacks.setdefault(container, []).append(weight)
-        layouts: dict[str, StackLayout] = {}
-        order, transposed = self.options.experts_order, self.options.experts_transposed
-        for container, members in stacks.items():
-            found = decide(members, self.config, self.architecture, order, transposed)
-            if isinstance(found, Reject):
-                self.rejects.append(found)
-            else:
-                layouts[container] = found
-        if stacks and order is None and self.architecture.experts_order is None:
-            kind = self.config.get("model_type")
-            self.notes.append(
-                f"model_type `{kind}` is not known: gate rows are taken to come before up rows; --experts-order says so"
-            )
-        return layouts
-
-    def _stack(self, weight: SourceWeight, layout: StackLayout, bias: str | None) -> list[Decision]:
-        """One decision per expert."""
-        experts, a, b = weight.shape
-        n, k = (b, a) if layout.transposed else (a, b)
-        if layout.transposed and not transposable(weight):
-            self.rejects.append(Reject(weight.tensors[0], f"{weight.encoding} stored [in, out] is not read"))
-            return []
-        reader = TransposedReader(weight.reader) if layout.transposed else weight.reader
+    def _stack(self, matrices: Sequence[Matrix]) -> list[Decision]:
+        """One decision per expert of a stack."""
+        weight = matrices[0].stored
         names = (*weight.tensors, *weight.companions)
         if dropped := self._dropped(names[0], "expert"):
             return [Decision("expert", "drop", dropped, names)]
-        weight = replace(weight, reader=reader, transposed=layout.transposed)
-        container, rows = container_of(weight.module), output_rows(weight.module, n, layout.order)
         decided = []
-        for expert in range(experts):
-            parts, reasons = [], []
-            for projection, where in rows.items():
-                part, reason = self._part(f"{container}.{expert}.{projection}", "expert", where, k, weight)
-                parts.append(part)
-                reasons.append(reason)
-            action = _action(parts)
-            decided.append(Decision("expert", action, reasons[0], names, weight, expert, tuple(parts), bias))
+        for _, group in itertools.groupby(matrices, lambda matrix: matrix.expert):
+            members = tuple(group)
+            found = [self._part(matrix, "expert") for matrix in members]
+            parts = tuple(part for part, _ in found)
+            bias = members[0].bias or None
+            decided.append(Decision("expert", _action(parts), found[0][1], names, weight, members, parts, bias))
         return decided
 
 
@@ -268,7 +250,11 @@ def _action(parts: Sequence[Part]) -> Action:
 
 def _whole(experts: list[Decision]) -> list[Decision]:
     """A stack of which nothing is quantized stays one tensor."""
-    return [replace(first, index=None, parts=_as_it_is(first), bias=None) for first in experts[:1]]
+    return [replace(first, matrices=_stack_of(first), parts=_as_it_is(first), bias=None) for first in experts[:1]]
+
+
+def _stack_of(decision: Decision) -> tuple[Matrix, ...]:
+    return tuple(replace(matrix, expert=None) for matrix in decision.matrices)
 
 
 def _as_it_is(decision: Decision) -> tuple[Part, ...]:

@@ -63,17 +63,17 @@ class Emitter:
         weight = decision.weight
         assert weight
         step = QuantizeStep(
-            reader=weight.reader,
+            decoder=decision.matrices[0].decoder,
             parts=decision.parts,
             solver=self.solver,
-            k=self._columns(decision),
-            keeps=weight.keeps,
+            k=decision.matrices[0].shape[1],
+            stored_format=weight.stored_format,
             device=self.device,
         )
         outputs: dict[str, TensorSpec] = {}
         for part in decision.parts:
             outputs |= part.specs(step.k, self.specs[weight.tensors[0]].dtype)
-        sources = tuple(Source(name, self._index(name, decision)) for name in weight.tensors)
+        sources = decision.matrices[0].sources
         self._task(weight.tensors, sources, outputs, step, KINDS[decision.action], decision.reason)
         for name in decision.carried:
             self._copy(name, "static activation scale of the source")
@@ -89,18 +89,6 @@ class Emitter:
         dtype = self.specs[name].dtype
         outputs = {output: TensorSpec(dtype, (len(range(*rows)),)) for output, rows in cuts}
         self._task([name], (Source(name, decision.index),), outputs, SplitStep(cuts), "copied", "bias, cut by expert")
-
-    def _columns(self, decision: Decision) -> int:
-        """Columns of the matrix: of a stack, the side that its rows do not fill."""
-        assert decision.weight
-        *_, a, b = decision.weight.shape
-        return a if decision.weight.transposed else b
-
-    def _index(self, name: str, decision: Decision) -> int | None:
-        """Which slice of a source tensor belongs to the decision; a scale may be shared by the whole stack."""
-        assert decision.weight
-        stacked = self.specs[name].shape[:1] == decision.weight.shape[:1]
-        return decision.index if stacked else None
 
     def _task(
         self,

@@ -9,20 +9,13 @@ from typing import Any
 
 from tilewright.kernels.tensors import Reject
 
-from ..families import text_config
-from ..families.base import unwrapped
+from ..families.config import MTP_COUNTS, announced_mtp, text_config, text_value
+from ..families.family import unwrapped
 from .options import QuantizeOptions
 
 STALE = ("quantization_config", "compression_config")
-MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 MTP = re.compile(r"^(?:model\.)?(?:mtp|nextn)(?:\.|$)")
-
-
-def announced_mtp(config: Mapping[str, Any]) -> int:
-    """Number of MTP layers that the config announces."""
-    found = (text_config(config).get(key) for key in MTP_COUNTS)
-    return next((value for value in found if isinstance(value, int)), 0)
 
 
 def mtp_tensors(names: Iterable[str], config: Mapping[str, Any]) -> set[str]:
@@ -55,7 +48,7 @@ def check_head(config: Mapping[str, Any], names: Iterable[str], options: Quantiz
     has_logits = any(kind.endswith(("ForCausalLM", "ForConditionalGeneration")) for kind in kinds)
     has_head = any(name.endswith("lm_head.weight") or name.endswith("lm_head.weight_packed") for name in paths)
     embeds = any(name.endswith("embed_tokens.weight") for name in paths)
-    tied = _flag(config, "tie_word_embeddings")
+    tied = text_value(config, "tie_word_embeddings")
     if tied is not False or has_head or not embeds or not has_logits or options.tied_head:
         return []
     return [
@@ -65,11 +58,6 @@ def check_head(config: Mapping[str, Any], names: Iterable[str], options: Quantiz
             "--tied-head tie if the head is the embedding, --tied-head as-source to leave both as they are",
         )
     ]
-
-
-def _flag(config: Mapping[str, Any], key: str) -> Any:
-    """A value of the top level, or of the text model's part."""
-    return config.get(key, text_config(config).get(key))
 
 
 def output_config(

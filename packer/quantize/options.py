@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from tilewright.kernels.errors import PlanError
 
-from ..families.base import ExpertsOrder
+from ..families.experts import ExpertsOrder
 from ..schemes import SCHEMES
 from ..solvers import SOLVERS
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from tilewright.kernels.tensors import Reject, TensorSpec
 
-from ..checkpoint import take_inventory
+from ..checkpoint import detect_weights
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.naming import Naming
-from ..families import architecture_of
+from ..families import family_of
 from ..plan import Plan
-from ..quant_config.base import Written
+from ..quant_config.inputs import QuantConfigInputs
 from ..schemes import SCHEMES
-from ..schemes.base import Form
+from ..schemes.scheme import CheckpointFormat
 from .decisions import Decider, Decision
 from .emit import Emitter
 from .model_config import check_head, draft_layer, mtp_tensors, output_config
@@ -35,17 +35,19 @@ def plan_quantize(checkpoint: Checkpoint, options: QuantizeOptions, device: str 
     chosen = options.resolved()
     form = SCHEMES[options.scheme].forms[chosen["form"]]
     specs = source_specs(checkpoint)
-    inventory = take_inventory(specs, checkpoint.config)
-    decider = Decider(checkpoint.config, architecture_of(checkpoint.config), form, options, chosen["group_size"])
+    inventory = detect_weights(specs, checkpoint.config)
+    family = family_of(checkpoint.config)
+    decider = Decider(checkpoint.config, family, form, options, chosen["group_size"], naming=Naming(family.experts))
     decider.mtp = mtp_tensors(specs, checkpoint.config)
     if options.mtp == "draft":
-        decider.naming = Naming(draft_layer(decider.mtp))
+        decider.naming = Naming(family.experts, draft_layer(decider.mtp))
     decisions = decider.decide(inventory, specs)
     emitter = Emitter(specs, chosen["solver"], decider.naming, device)
     emitter.emit(decisions)
-    written = Written(tuple(unquantized_modules(decisions, specs, form, decider.naming)), chosen["group_size"])
+    unquantized = tuple(unquantized_modules(decisions, specs, form, decider.naming))
+    block = form.config(QuantConfigInputs(unquantized, chosen["group_size"]))
     quantized = [(part.module, decision.role == "expert") for decision in decisions for part in decision.quantized]
-    notes = [*decider.notes, *fused_groups_apart(decisions), *foreign_weights(decisions, form)]
+    notes = [*decider.notes, *fused_groups_apart(decisions, family.experts), *foreign_weights(decisions, form)]
     notes += group_advice(decisions, SCHEMES[options.scheme].groups, chosen["group_size"])
     rejects = [
         *inventory.rejects,
@@ -54,7 +56,7 @@ def plan_quantize(checkpoint: Checkpoint, options: QuantizeOptions, device: str 
         *_refusals(checkpoint, options, form, decisions, specs),
     ]
     notes += [] if checkpoint.config else ["the source has no config.json"]
-    config, config_notes = output_config(checkpoint.config, form.config(written), options, bool(decider.mtp))
+    config, config_notes = output_config(checkpoint.config, block, options, bool(decider.mtp))
     return Plan(
         tensors=emitter.tensors,
         tasks=tuple(emitter.tasks),
@@ -82,7 +84,7 @@ def source_specs(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
 def _refusals(
     checkpoint: Checkpoint,
     options: QuantizeOptions,
-    form: Form,
+    form: CheckpointFormat,
     decisions: list[Decision],
     specs: dict[str, TensorSpec],
 ) -> list[Reject]:
@@ -109,7 +111,6 @@ def _refusals(
             and len(decision.quantized) < len(decision.parts)
         ]
     if options.strict:
-        rejects += [
-            Reject(note.partition(":")[0], note.partition(":")[2].strip()) for note in fused_groups_apart(decisions)
-        ]
+        apart = fused_groups_apart(decisions, family_of(checkpoint.config).experts)
+        rejects += [Reject(note.partition(":")[0], note.partition(":")[2].strip()) for note in apart]
     return rejects

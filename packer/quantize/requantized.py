@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..checkpoint import take_inventory
-from ..checkpoint.base import SourceWeight
+from ..checkpoint import detect_weights
+from ..checkpoint.encoding import StoredWeight
 from ..checkpoint.files import Checkpoint
-from ..checkpoint.naming import canonical
+from ..families import family_of
 from ..plan import Source
 
 SAMPLES = 32
@@ -66,8 +66,9 @@ def measure(source: Checkpoint, output: Checkpoint) -> Loss | None:
     return Loss(sum(errors.values()) / len(errors), errors[worst], worst, len(errors), len(again))
 
 
-def _int4(checkpoint: Checkpoint) -> Mapping[str, SourceWeight]:
-    inventory = take_inventory({name: checkpoint.spec(name) for name in checkpoint.files}, checkpoint.config)
+def _int4(checkpoint: Checkpoint) -> Mapping[str, StoredWeight]:
+    canonical = family_of(checkpoint.config).experts.canonical
+    inventory = detect_weights({name: checkpoint.spec(name) for name in checkpoint.files}, checkpoint.config)
     return {
         canonical(weight.module): weight
         for weight in inventory.weights
@@ -75,9 +76,9 @@ def _int4(checkpoint: Checkpoint) -> Mapping[str, SourceWeight]:
     }
 
 
-def _values(checkpoint: Checkpoint, weight: SourceWeight) -> torch.Tensor:
+def _values(checkpoint: Checkpoint, weight: StoredWeight) -> torch.Tensor:
     sources = [Source(name) for name in weight.tensors]
-    values = weight.reader.rows([checkpoint.tensor(source) for source in sources], slice(0, weight.shape[0], 1))
+    values = weight.decoder.rows([checkpoint.tensor(source) for source in sources], slice(0, weight.shape[0], 1))
     for source in sources:
         checkpoint.forget(source)
     return values

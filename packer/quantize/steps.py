@@ -11,19 +11,20 @@ from tilewright.kernels.errors import SchemeError
 from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.tensors import QTensor, TensorSpec
 
-from ..checkpoint.base import Reader, first_bad
+from ..checkpoint.encoding import Decoder, first_bad
+from ..checkpoint.matrices import take_rows
 from ..plan import NotFiniteError
-from ..schemes.base import Target
+from ..schemes.scheme import StorageSpec
 from ..solvers import SOLVERS
-from ..solvers.base import Solver
 from ..solvers.blocks import block_amax, encode
+from ..solvers.solver import Solver
 
 DAMAGED = "the source is damaged or its training diverged; --exclude copies the module as it is"
 STRIP = 1 << 20  # elements in work at a time
 
 
 class BadElementError(Exception):
-    """An element of a matrix, as its reader gives it, is NaN or infinite; row and column say which."""
+    """An element of a matrix, as its decoder gives it, is NaN or infinite; row and column say which."""
 
     def __init__(self, row: int, column: int, value: float) -> None:
         super().__init__(f"element [{row}, {column}] is {value}")
@@ -86,7 +87,7 @@ class Part:
 
     module: str
     rows: tuple[int, int, int]
-    target: Target | None
+    target: StorageSpec | None
     input_scale: tuple[str, float] | None = None
 
     @property
@@ -110,19 +111,19 @@ class QuantizeStep:
     """Quantizes one matrix, or one expert of a stack, into one or more output matrices.
 
     Attributes:
-        reader: How the source's values are read.
+        decoder: How the source's values are read.
         parts: The output matrices.
         solver: Id of the solver.
         k: Columns of the matrix.
-        keeps: Weight formats that the source already has, whose codes are taken over as they are.
+        stored_format: Id of the weight format that the source already has, whose codes are taken over as they are.
         device: Where the arithmetic is done.
     """
 
-    reader: Reader
+    decoder: Decoder
     parts: tuple[Part, ...]
     solver: str
     k: int
-    keeps: tuple[str, ...] = ()
+    stored_format: str = ""
     device: str = "cpu"
 
     def run(self, sources: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -135,7 +136,7 @@ class QuantizeStep:
         outputs: dict[str, torch.Tensor] = {}
         for part in self.parts:
             if part.target is None:
-                outputs[f"{part.module}.weight"] = self.reader.raw(sources, slice(*part.rows)).contiguous()
+                outputs[f"{part.module}.weight"] = self.decoder.raw(sources, slice(*part.rows)).contiguous()
                 continue
             packed = part.target.checkpoint_layout.pack(self.solve(sources, part, part.target))
             outputs |= {f"{part.module}.{suffix}": tensor for suffix, tensor in packed.items()}
@@ -148,15 +149,15 @@ class QuantizeStep:
         """The static activation scale of a part; `default` unless activations are known."""
         return default
 
-    def solve(self, sources: Sequence[torch.Tensor], part: Part, target: Target) -> QTensor:
+    def solve(self, sources: Sequence[torch.Tensor], part: Part, target: StorageSpec) -> QTensor:
         """Codes and scales of a part."""
         fmt = target.weight_format
-        if fmt.id in self.keeps and (kept := _keep(self.reader.codes(sources, fmt), part.rows)):
+        if fmt.id == self.stored_format and (kept := _keep(self.decoder.codes(sources, fmt), part.rows)):
             return kept
         first, _, step = part.rows
 
         def read(start: int, stop: int) -> torch.Tensor:
-            return self.reader.rows(sources, slice(first + start * step, first + stop * step, step))
+            return self.decoder.rows(sources, slice(first + start * step, first + stop * step, step))
 
         try:
             solver = SOLVERS[self.solver]
@@ -170,21 +171,16 @@ class QuantizeStep:
 
 def _keep(q: QTensor | None, rows: tuple[int, int, int]) -> QTensor | None:
     """Some rows of a weight with their codes untouched; None where blocks do not allow it or a scale is unfit."""
+    q = None if q is None else take_rows(q, rows)
     if q is None:
         return None
-    start, stop, step = rows
-    n, unit = q.shape[0], q.format.block_n
-    codes = q.codes[start:stop:step]
     if q.scales is None:
-        return QTensor(q.format, codes.contiguous()) if bool(torch.isfinite(codes).all()) else None
-    if unit > 1 and (step != 1 or start % unit or (stop % unit and stop != n)):
+        return QTensor(q.format, q.codes.contiguous()) if bool(torch.isfinite(q.codes).all()) else None
+    if not bool((torch.isfinite(q.scales) & (q.scales > 0)).all()):
         return None
-    scales = q.scales[start:stop:step] if unit == 1 else q.scales[start // unit : -(-stop // unit)]
-    if not bool((torch.isfinite(scales) & (scales > 0)).all()):
+    if q.codes.dtype == torch.float8_e4m3fn and bool(((q.codes.view(torch.uint8) & 0x7F) == 0x7F).any()):
         return None
-    if codes.dtype == torch.float8_e4m3fn and bool(((codes.view(torch.uint8) & 0x7F) == 0x7F).any()):
-        return None
-    return QTensor(q.format, codes.contiguous(), scales.contiguous())
+    return QTensor(q.format, q.codes.contiguous(), q.scales.contiguous())
 
 
 @dataclass(frozen=True)

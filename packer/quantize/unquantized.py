@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from tilewright.kernels.tensors import TensorSpec
 
 from ..checkpoint.naming import Naming
-from ..checkpoint.stacks import container_of
-from ..families.base import unwrapped
-from ..schemes.base import Form
+from ..families.experts import ExpertSpellings
+from ..families.family import unwrapped
+from ..schemes.scheme import CheckpointFormat
 from .decisions import Decision
 
 MERGED = (  # projections that engines load as one layer
@@ -21,7 +21,7 @@ MERGED = (  # projections that engines load as one layer
 
 
 def unquantized_modules(
-    decisions: Sequence[Decision], specs: Mapping[str, TensorSpec], form: Form, naming: Naming
+    decisions: Sequence[Decision], specs: Mapping[str, TensorSpec], form: CheckpointFormat, naming: Naming
 ) -> list[str]:
     """Full dotted paths of all modules that hold a matrix which is not quantized, in source order.
 
@@ -35,8 +35,8 @@ def unquantized_modules(
         if decision.action == "drop" or (decision.weight and _as_engines_expect(decision, form)):
             continue
         for module, quantized in _matrices(decision, specs, naming):
-            container = container_of(module) or (module.rpartition(".experts.")[0] + ".experts")
-            if decision.role == "expert":
+            container = naming.experts.container(module)
+            if container:
                 experts[container] = experts.get(container, False) or quantized
             if not quantized:
                 modules |= {module: None, unwrapped(module): None}
@@ -54,22 +54,23 @@ def _matrices(decision: Decision, specs: Mapping[str, TensorSpec], naming: Namin
     return [(naming(name).removesuffix(".weight"), False)] if is_matrix else []
 
 
-def _as_engines_expect(decision: Decision, form: Form) -> bool:
+def _as_engines_expect(decision: Decision, form: CheckpointFormat) -> bool:
     """Whether an untouched weight of a quantized source already is what the new config promises."""
     weight, target = decision.weight, form.target(decision.role, 128)
     if decision.action != "keep" or not weight or not weight.quantized or not target:
         return False
     suffixes = {name.rpartition(".")[2] for name in weight.tensors}
     made = target.checkpoint_layout.specs(target.weight_format, weight.shape[-2:])
-    return target.format in weight.keeps and suffixes <= set(made)
+    return target.format == weight.stored_format and suffixes <= set(made)
 
 
 def group_advice(decisions: Sequence[Decision], groups: Sequence[int], group: int) -> list[str]:
     """A line about Linears whose K the int4 group does not divide, and a smaller group that would divide them all."""
     columns = {
-        decision.weight.shape[-2 if decision.weight.transposed else -1]
+        matrix.shape[1]
         for decision in decisions
-        if decision.weight and decision.role in {"linear", "expert"} and decision.reason.endswith(f"of group {group}")
+        if decision.role in {"linear", "expert"} and decision.reason.endswith(f"of group {group}")
+        for matrix in decision.matrices
     }
     better = [size for size in sorted(groups, reverse=True) if all(k % size == 0 for k in columns)]
     if not columns:
@@ -79,7 +80,7 @@ def group_advice(decisions: Sequence[Decision], groups: Sequence[int], group: in
     return [f"Linears with K = {listed} stay in 16 bits: no multiple of group {group}; {advice}"]
 
 
-def foreign_weights(decisions: Sequence[Decision], form: Form) -> list[str]:
+def foreign_weights(decisions: Sequence[Decision], form: CheckpointFormat) -> list[str]:
     """A line about weights of a quantized source that keep bytes which the new config does not describe."""
     foreign = [
         decision.weight
@@ -97,7 +98,7 @@ def foreign_weights(decisions: Sequence[Decision], form: Form) -> list[str]:
     ]
 
 
-def fused_groups_apart(decisions: Sequence[Decision]) -> list[str]:
+def fused_groups_apart(decisions: Sequence[Decision], experts: ExpertSpellings) -> list[str]:
     """One line for each merged layer of which engines would find some parts quantized and others not."""
     states: dict[str, dict[str, bool]] = {}
     for decision in decisions:
@@ -107,7 +108,7 @@ def fused_groups_apart(decisions: Sequence[Decision]) -> list[str]:
             for group in (group for group in MERGED if last in group):
                 states.setdefault(f"{stem}.{'/'.join(group)}", {})[last] = done
             if decision.role == "expert":
-                container = container_of(part.module) or stem.rpartition(".")[0]
+                container = experts.container(part.module) or stem.rpartition(".")[0]
                 states.setdefault(container, {})[part.module.removeprefix(f"{container}.")] = done
     return [
         f"{layer}: {_some(parts, True)} quantized but {_some(parts, False)} not; engines merge them and refuse this"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tilewright.kernels.registry import Registry
 
-from .base import Scheme
 from .block_fp8 import BLOCK_FP8
 from .int4 import INT4
 from .int8 import INT8
+from .scheme import Scheme
 from .w4afp8 import W4AFP8
 
 SCHEMES: Registry[Scheme] = Registry(

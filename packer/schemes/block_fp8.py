@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from tilewright.packer.quant_config import compressed_tensors, fp8
 
-from .base import Form, Scheme, Target
+from .scheme import CheckpointFormat, Scheme, StorageSpec
 
-NATIVE = Target("fp8", "block-fp8")
-COMPRESSED = Target("fp8", "block-fp8-ct")
+NATIVE = StorageSpec("fp8", "block-fp8")
+COMPRESSED = StorageSpec("fp8", "block-fp8-ct")
 
 BLOCK_FP8 = Scheme(
     id="block-fp8",
     forms={
-        "native": Form(NATIVE, NATIVE, fp8.write),
-        "compressed-tensors": Form(COMPRESSED, COMPRESSED, compressed_tensors.write_block_fp8),
+        "native": CheckpointFormat(NATIVE, NATIVE, fp8.write),
+        "compressed-tensors": CheckpointFormat(COMPRESSED, COMPRESSED, compressed_tensors.write_block_fp8),
     },
 )

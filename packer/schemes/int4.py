@@ -6,13 +6,13 @@ import torch
 
 from tilewright.packer.quant_config import compressed_tensors
 
-from .base import Form, Scheme, Target
+from .scheme import CheckpointFormat, Scheme, StorageSpec
 
-GROUPS = Target("int4", "pack-quantized", torch.bfloat16)
+GROUPS = StorageSpec("int4", "pack-quantized", torch.bfloat16)
 
 INT4 = Scheme(
     id="int4",
-    forms={"compressed-tensors": Form(GROUPS, GROUPS, compressed_tensors.write_int4)},
+    forms={"compressed-tensors": CheckpointFormat(GROUPS, GROUPS, compressed_tensors.write_int4)},
     solver="mse",
     groups=(128, 64, 32),
 )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from tilewright.packer.quant_config import compressed_tensors, w8a8_int8
 
-from .base import Form, Scheme, Target
+from .scheme import CheckpointFormat, Scheme, StorageSpec
 
-CHANNEL = Target("int8", "int8-channel")
+CHANNEL = StorageSpec("int8", "int8-channel")
 
 INT8 = Scheme(
     id="int8",
     forms={
-        "native": Form(CHANNEL, CHANNEL, w8a8_int8.write),
-        "compressed-tensors": Form(CHANNEL, CHANNEL, compressed_tensors.write_int8),
+        "native": CheckpointFormat(CHANNEL, CHANNEL, w8a8_int8.write),
+        "compressed-tensors": CheckpointFormat(CHANNEL, CHANNEL, compressed_tensors.write_int8),
     },
 )

@@ -10,22 +10,22 @@ import torch
 
 from tilewright.packer.quant_config import compressed_tensors, w4afp8
 
-from .base import Form, Scheme, Target
 from .block_fp8 import NATIVE as BLOCK_FP8
+from .scheme import CheckpointFormat, Scheme, StorageSpec
 
 W4AFP8 = Scheme(
     id="w4afp8",
     forms={
-        "native": Form(
+        "native": CheckpointFormat(
             BLOCK_FP8,
-            Target("int4-g128", "w4afp8-expert", torch.bfloat16),
+            StorageSpec("int4-g128", "w4afp8-expert", torch.bfloat16),
             w4afp8.write,
             ignores_exclusions=True,
             input_scale=True,
             extra_files=w4afp8.extra_files,
         ),
-        "compressed-tensors": Form(
-            None, Target("int4-g128", "pack-quantized", torch.bfloat16), compressed_tensors.write_w4afp8
+        "compressed-tensors": CheckpointFormat(
+            None, StorageSpec("int4-g128", "pack-quantized", torch.bfloat16), compressed_tensors.write_w4afp8
         ),
     },
     solver="mse",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from tilewright.kernels.registry import Registry
 
-from .base import Solver
 from .mse import LeastSquares
 from .rtn import RoundToNearest
+from .solver import Solver
 
 SOLVERS: Registry[Solver] = Registry(
     "solver",

@@ -15,8 +15,8 @@ from tilewright.kernels.errors import SchemeError
 from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.tensors import QTensor
 
-from .base import Solver
 from .blocks import block_amax, expand, round_to_codes
+from .solver import Solver
 
 STRIDE = 128  # columns rounded before the rest of the weight sees their errors, in one product; groups divide it
 

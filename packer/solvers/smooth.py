@@ -16,8 +16,8 @@ from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.tensors import QTensor
 
 from ..heap import FreedMemory
-from .base import Solver
 from .blocks import block_amax, encode
+from .solver import Solver
 
 STRENGTHS = tuple(step / 10 for step in range(1, 11))  # exponents of the input's size; 0, no scales, is the baseline
 TEMPORARIES = 5  # of the size of a weight, for its output error

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tilewright.kernels.errors import VerifyError
 
-from .contents import Contents
+from ..checkpoint.contents import Contents
 from .stream import StreamedModel
 
 STACKED = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}

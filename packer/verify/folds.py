@@ -14,7 +14,7 @@ import torch
 from tilewright.kernels.tensors import QTensor
 
 from ..calibrate.graph import FOLDS, LAYER, reads
-from .contents import Contents, Weight
+from ..checkpoint.contents import Contents, LogicalTensor
 
 
 def follow_folds(reference: Contents, candidate: Contents, model_type: str) -> Contents:
@@ -26,7 +26,7 @@ def follow_folds(reference: Contents, candidate: Contents, model_type: str) -> C
         model_type: Family of both; of a family without a table nothing is moved.
     """
     folds = FOLDS.get(model_type, ())
-    moved: dict[str, Weight] = {}
+    moved: dict[str, LogicalTensor] = {}
     for name, weight in reference.weights.items():
         layer = LAYER.match(name.removesuffix(".weight"))
         fold = next((fold for fold in folds if layer and layer[2] == fold.norm), None)
@@ -50,7 +50,7 @@ def _powers_of_two(before: torch.Tensor, after: torch.Tensor) -> torch.Tensor | 
     return factors if bool((mantissa == 0.5).all()) and bool((factors != 1).any()) else None
 
 
-def _scaled(weight: Weight, factors: torch.Tensor) -> torch.Tensor:
+def _scaled(weight: LogicalTensor, factors: torch.Tensor) -> torch.Tensor:
     """The weight with its columns multiplied, in the type that it is stored in if that is a plain one."""
     stored = weight.read()
     if isinstance(stored, QTensor):

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..checkpoint.contents import Contents
 from ..checkpoint.files import Checkpoint, open_checkpoint
+from ..checkpoint.reading import read_contents
 from ..records.manifest import FileCheck, check_files
-from .contents import Contents
-from .directory import read_contents
 from .folds import follow_folds
 from .histograms import Histogram
 from .layers import check_layers, layer_names

@@ -22,7 +22,7 @@ from tilewright.kernels.packed.module_spec import ModuleSpec
 from tilewright.kernels.tensors import QTensor
 
 from ..checkpoint.files import Checkpoint
-from ..pack.modules import packed_modules
+from ..checkpoint.packed import packed_modules
 from ..plan import Source
 from .results import LayerResult
 

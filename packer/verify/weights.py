@@ -13,7 +13,7 @@ from tilewright.kernels.errors import LayoutError
 from tilewright.kernels.formats import BF16
 from tilewright.kernels.tensors import QTensor
 
-from .contents import Contents, Weight
+from ..checkpoint.contents import Contents, LogicalTensor
 from .weight_error import WeightError, coded_error, weight_error
 
 Status = Literal["ok", "equal", "dropped", "above the bound", "differs", "missing", "unexpected"]
@@ -84,7 +84,7 @@ def compare_weights(
 
 
 def compare_weight(
-    source: Weight, found: Weight, max_relative: float | None = None, *, feedback: bool = False
+    source: LogicalTensor, found: LogicalTensor, max_relative: float | None = None, *, feedback: bool = False
 ) -> tuple[TensorResult, QTensor | None]:
     """Compare one tensor with its counterpart; both are read here and forgotten.
 
@@ -114,7 +114,7 @@ def compare_weight(
     return TensorResult(source.name, status, source.shape, fmt.id, error, note), stored
 
 
-def _compare_values(source: Weight, found: Weight, max_relative: float | None) -> TensorResult:
+def _compare_values(source: LogicalTensor, found: LogicalTensor, max_relative: float | None) -> TensorResult:
     """A candidate whose encoding fits none of our formats: it has no bound of its own, only a given limit."""
     error = weight_error(source.values(), found.values(), BF16, exact=False)
     limit = 0.0 if max_relative is None else max_relative
@@ -125,7 +125,7 @@ def _compare_values(source: Weight, found: Weight, max_relative: float | None) -
     return TensorResult(source.name, status, source.shape, found.encoding, error, note if above else "")
 
 
-def _compare_kept(source: Weight, stored: torch.Tensor) -> TensorResult:
+def _compare_kept(source: LogicalTensor, stored: torch.Tensor) -> TensorResult:
     original = source.read()
     if isinstance(original, QTensor):
         # a quantized source that was left out of quantization again: its values, rounded once to the stored type

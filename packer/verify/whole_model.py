@@ -11,9 +11,9 @@ from transformers import AutoConfig
 from tilewright.engines.transformers.model import load_model
 from tilewright.kernels.errors import VerifyError
 
+from ..checkpoint.contents import Contents
 from ..checkpoint.files import Checkpoint
-from ..pack.modules import packed_modules
-from .contents import Contents
+from ..checkpoint.packed import packed_modules
 from .dequantized import stream_dequantized
 from .job import Request, Side
 from .model import compare_models

@@ -17,10 +17,10 @@ from tilewright.cli.quantize_model import quantize_model  # noqa: E402
 from tilewright.kernels.formats import INT4_G64  # noqa: E402
 from tilewright.packer.calibrate.store import Solution, Store  # noqa: E402
 from tilewright.packer.checkpoint.files import open_checkpoint  # noqa: E402
+from tilewright.packer.checkpoint.reading import read_contents  # noqa: E402
 from tilewright.packer.solvers import SOLVERS  # noqa: E402
 from tilewright.packer.solvers.gptq import ErrorFeedback  # noqa: E402
 from tilewright.packer.verify.dequantized import stream_dequantized  # noqa: E402
-from tilewright.packer.verify.directory import read_contents  # noqa: E402
 from tilewright.packer.verify.model import compare_models  # noqa: E402
 from tilewright.packer.verify.text import evenly_spaced_windows, read_tokens  # noqa: E402
 from tilewright.packer.verify.weight_error import coded_error  # noqa: E402

@@ -17,13 +17,13 @@ from tilewright.cli.quantize_model import quantize_model  # noqa: E402
 from tilewright.kernels.errors import SchemeError  # noqa: E402
 from tilewright.packer.calibrate.fold import Folder  # noqa: E402
 from tilewright.packer.calibrate.graph import FOLDS, LAYER, Fold, reads  # noqa: E402
-from tilewright.packer.calibrate.method import Method, Wanted  # noqa: E402
+from tilewright.packer.calibrate.method import CalibrationTargets, Method  # noqa: E402
 from tilewright.packer.calibrate.observe import observe  # noqa: E402
 from tilewright.packer.calibrate.store import Solution  # noqa: E402
 from tilewright.packer.checkpoint.files import Checkpoint, open_checkpoint  # noqa: E402
-from tilewright.packer.schemes.base import Target  # noqa: E402
+from tilewright.packer.checkpoint.reading import read_contents  # noqa: E402
+from tilewright.packer.schemes.scheme import StorageSpec  # noqa: E402
 from tilewright.packer.verify.dequantized import stream_dequantized  # noqa: E402
-from tilewright.packer.verify.directory import read_contents  # noqa: E402
 from tilewright.packer.verify.folds import follow_folds  # noqa: E402
 from tilewright.packer.verify.model import compare_models  # noqa: E402
 from tilewright.packer.verify.stream import StreamedModel  # noqa: E402
@@ -64,13 +64,13 @@ def opened(path: Path) -> tuple[Checkpoint, StreamedModel, torch.Tensor]:
     return checkpoint, stream, evenly_spaced_windows(read_tokens(path, TEXT), 4, 48)
 
 
-def wanted(checkpoint: Checkpoint, folds: tuple[Fold, ...]) -> Wanted:
+def wanted(checkpoint: Checkpoint, folds: tuple[Fold, ...]) -> CalibrationTargets:
     """Experts and MLPs in int4, attention and router left alone: both kinds of readers have to follow."""
     names = [name.removesuffix(".weight") for name in checkpoint.files if name.endswith("_proj.weight")]
-    targets = {name: Target("int4-g64", "pack-quantized", torch.bfloat16) for name in names if ".mlp." in name}
+    targets = {name: StorageSpec("int4-g64", "pack-quantized", torch.bfloat16) for name in names if ".mlp." in name}
     targets |= {name: target for name, target in zip(names, targets.values(), strict=False) if "q_" in name}
     copied = {name: checkpoint.spec(name).dtype for name in checkpoint.files}
-    return Wanted(targets, frozenset(), copied, folds)
+    return CalibrationTargets(targets, frozenset(), copied, folds)
 
 
 def test_the_folded_layer_is_the_same_function_bit_for_bit(uneven: Path) -> None:

@@ -20,16 +20,17 @@ LAYER = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * INNER  # elements
 PROBE = """
 import sys
 from pathlib import Path
-from tilewright.packer.calibrate.method import Method, Wanted
+from tilewright.packer.calibrate.method import Method, CalibrationTargets
 from tilewright.packer.calibrate.run import calibrate_checkpoint
 from tilewright.packer.calibrate.store import Store
 from tilewright.packer.checkpoint.files import open_checkpoint
-from tilewright.packer.schemes.base import Target
+from tilewright.packer.schemes.scheme import StorageSpec
 
 source, text, store = map(Path, sys.argv[1:4])
 checkpoint = open_checkpoint(source)
 names = [n.removesuffix(".weight") for n in checkpoint.files if n.endswith("_proj.weight")]
-wanted = Wanted({name: Target("int8", "int8-channel") for name in names if sys.argv[4] in name}, frozenset())
+targets = {name: StorageSpec("int8", "int8-channel") for name in names if sys.argv[4] in name}
+wanted = CalibrationTargets(targets, frozenset())
 calibrate_checkpoint(checkpoint, text, Method("gptq", "rtn", windows=4, window=32), wanted, Store(store), "key")
 status = dict(line.split(":") for line in open("/proc/self/status"))
 print(int(status["VmHWM"].split()[0]) * 1024)  # mapped pages of the source count, too

@@ -14,8 +14,8 @@ transformers = pytest.importorskip("transformers")
 from tilewright.packer.calibrate.observe import BORROWED, ENOUGH, ExpertInputs, Observed, observe  # noqa: E402
 from tilewright.packer.calibrate.statistics import InputStatistics  # noqa: E402
 from tilewright.packer.checkpoint.files import open_checkpoint  # noqa: E402
+from tilewright.packer.checkpoint.reading import read_contents  # noqa: E402
 from tilewright.packer.verify.dequantized import stream_dequantized  # noqa: E402
-from tilewright.packer.verify.directory import read_contents  # noqa: E402
 from tilewright.packer.verify.text import evenly_spaced_windows, read_tokens  # noqa: E402
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"

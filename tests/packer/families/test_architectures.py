@@ -2,8 +2,8 @@
 
 import pytest
 
-from tilewright.packer.families import ARCHITECTURES, UNKNOWN, architecture_of
-from tilewright.packer.families.base import unwrapped
+from tilewright.packer.families import FAMILIES, UNKNOWN, family_of
+from tilewright.packer.families.family import unwrapped
 
 NAMES = {
     "llama": {
@@ -99,23 +99,23 @@ NAMES = {
     [(kind, module, role) for kind, names in NAMES.items() for module, role in names.items()],
 )
 def test_roles(model_type: str, module: str, role: str) -> None:
-    family = architecture_of({"model_type": model_type})
+    family = family_of({"model_type": model_type})
     assert family is not UNKNOWN
     assert family.role(module) == role
 
 
 def test_every_family_is_tested() -> None:
-    assert {architecture_of({"model_type": kind}).id for kind in NAMES} == set(ARCHITECTURES)
+    assert {family_of({"model_type": kind}).id for kind in NAMES} == set(FAMILIES)
 
 
 def test_model_types_belong_to_one_family() -> None:
-    kinds = [kind for family in ARCHITECTURES.values() for kind in family.model_types]
+    kinds = [kind for family in FAMILIES.values() for kind in family.model_types]
     assert len(kinds) == len(set(kinds))
 
 
 def test_the_text_part_of_a_multimodal_config_counts() -> None:
-    assert architecture_of({"model_type": "my_vl", "text_config": {"model_type": "qwen3_moe"}}).id == "qwen-moe"
-    assert architecture_of({}) is UNKNOWN
+    assert family_of({"model_type": "my_vl", "text_config": {"model_type": "qwen3_moe"}}).id == "qwen-moe"
+    assert family_of({}) is UNKNOWN
 
 
 @pytest.mark.parametrize(
@@ -133,4 +133,4 @@ def test_unwrapped(path: str, bare: str) -> None:
 
 
 def test_a_model_type_that_is_no_name() -> None:
-    assert architecture_of({"model_type": {"a": 1}, "text_config": {"model_type": ["llama"]}}) is UNKNOWN
+    assert family_of({"model_type": {"a": 1}, "text_config": {"model_type": ["llama"]}}) is UNKNOWN

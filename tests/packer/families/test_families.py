@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tilewright.packer.checkpoint.files import open_checkpoint
-from tilewright.packer.families.base import KEPT
+from tilewright.packer.families.roles import KEPT
 from tilewright.packer.quantize.options import QuantizeOptions
 from tilewright.packer.quantize.planner import plan_quantize
 

@@ -16,7 +16,7 @@ from tilewright.kernels.packed.module_spec import Cut
 from tilewright.kernels.tensors import QTensor, TensorSpec
 from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import execute
-from tilewright.packer.pack.cuts import Share, cut_of, cut_rejects
+from tilewright.packer.pack.cuts import RankSlice, cut_of, cut_rejects
 from tilewright.packer.pack.planner import plan_ranks
 from tilewright.packer.pack.target import CpuTarget
 
@@ -45,7 +45,7 @@ def weight(fmt: WeightFormat, n: int, k: int) -> QTensor:
 def test_shares_joined_are_the_whole(fmt: WeightFormat, n: int, k: int, count: int) -> None:
     q = weight(fmt, n, k)
     for axis, kind in ((0, "rows"), (1, "columns")):
-        shares = [Share(**{kind: (number, count)}) for number in range(count)]
+        shares = [RankSlice(**{kind: (number, count)}) for number in range(count)]
         assert all(share.against(fmt, n, k) is None for share in shares)
         joined = torch.cat([share.take(q).dequantize() for share in shares], axis)
         assert torch.equal(joined, q.dequantize())
@@ -54,21 +54,27 @@ def test_shares_joined_are_the_whole(fmt: WeightFormat, n: int, k: int, count: i
 @pytest.mark.parametrize(
     ("fmt", "n", "k", "share", "reason"),
     [
-        (BF16, 7, 8, Share(rows=(0, 2)), "7 rows are not 2 equal shares"),
-        (BF16, 8, 9, Share(columns=(1, 2)), "9 columns are not 2 equal shares"),
-        (FP8, 192, 128, Share(rows=(1, 2)), "96 rows of each share span blocks of 128 that begin elsewhere"),
-        (FP8, 128, 384, Share(columns=(0, 2)), "192 columns of each share span blocks of 128 that begin elsewhere"),
-        (INT4_G128, 8, 192, Share(columns=(0, 2)), "96 columns of each share span blocks of 128 that begin elsewhere"),
+        (BF16, 7, 8, RankSlice(rows=(0, 2)), "7 rows are not 2 equal shares"),
+        (BF16, 8, 9, RankSlice(columns=(1, 2)), "9 columns are not 2 equal shares"),
+        (FP8, 192, 128, RankSlice(rows=(1, 2)), "96 rows of each share span blocks of 128 that begin elsewhere"),
+        (FP8, 128, 384, RankSlice(columns=(0, 2)), "192 columns of each share span blocks of 128 that begin elsewhere"),
+        (
+            INT4_G128,
+            8,
+            192,
+            RankSlice(columns=(0, 2)),
+            "96 columns of each share span blocks of 128 that begin elsewhere",
+        ),
     ],
 )
-def test_impossible_shares(fmt: WeightFormat, n: int, k: int, share: Share, reason: str) -> None:
+def test_impossible_shares(fmt: WeightFormat, n: int, k: int, share: RankSlice, reason: str) -> None:
     assert share.against(fmt, n, k) == reason
 
 
 def test_biases_are_added_once() -> None:
     bias = torch.arange(8.0)
-    assert torch.equal(Share(rows=(1, 2)).take_bias(bias), bias[4:])
-    assert torch.equal(Share(columns=(0, 2)).take_bias(bias) + Share(columns=(1, 2)).take_bias(bias), bias)
+    assert torch.equal(RankSlice(rows=(1, 2)).take_bias(bias), bias[4:])
+    assert torch.equal(RankSlice(columns=(0, 2)).take_bias(bias) + RankSlice(columns=(1, 2)).take_bias(bias), bias)
 
 
 def test_cuts_of_ranks() -> None:

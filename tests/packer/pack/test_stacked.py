@@ -11,11 +11,11 @@ from safetensors.torch import load_file
 
 from tilewright.kernels.packed.module_spec import Cut
 from tilewright.packer.checkpoint.files import open_checkpoint
+from tilewright.packer.checkpoint.reading import read_contents
 from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.pack.planner import plan_pack
 from tilewright.packer.pack.target import CpuTarget, GpuTarget
 from tilewright.packer.plan import Plan
-from tilewright.packer.verify.directory import read_contents
 from tilewright.packer.verify.weights import compare_weights
 
 Call = Callable[..., Path]

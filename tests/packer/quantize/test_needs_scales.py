@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tilewright.kernels.layouts import LAYOUTS
-from tilewright.packer.checkpoint import take_inventory
+from tilewright.packer.checkpoint import detect_weights
 from tilewright.packer.pack.parallel import tensor_parallel
 from tilewright.packer.schemes import SCHEMES
 from tilewright.packer.summary import summarize
@@ -22,7 +22,7 @@ def normal(*shape: int) -> torch.Tensor:
 
 
 def degrees(done: Any, config: dict[str, Any]) -> dict[int, str | None]:
-    weights = take_inventory(done.plan.tensors, done.plan.config).weights
+    weights = detect_weights(done.plan.tensors, done.plan.config).weights
     return {degree.size: degree.reason for degree in tensor_parallel(weights, config)}
 
 

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tilewright.packer.checkpoint.files import open_checkpoint
+from tilewright.packer.checkpoint.reading import read_contents
 from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.quantize.options import QuantizeOptions
 from tilewright.packer.quantize.planner import plan_quantize
 from tilewright.packer.schemes import SCHEMES
-from tilewright.packer.verify.directory import read_contents
 from tilewright.packer.verify.weights import TensorResult, compare_weights
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"

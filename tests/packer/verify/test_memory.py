@@ -24,7 +24,7 @@ MEASURE = """
 import sys, torch
 from pathlib import Path
 from tilewright.packer.checkpoint.files import open_checkpoint
-from tilewright.packer.verify.directory import read_contents
+from tilewright.packer.checkpoint.reading import read_contents
 from tilewright.packer.verify.job import Request
 from tilewright.packer.verify.whole_model import compare_directories
 torch.set_num_threads(1)

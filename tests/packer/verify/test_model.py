@@ -13,7 +13,7 @@ transformers = pytest.importorskip("transformers")
 
 from safetensors.torch import load_file  # noqa: E402
 
-from tilewright.packer.verify.contents import Contents, Weight  # noqa: E402
+from tilewright.packer.checkpoint.contents import Contents, LogicalTensor  # noqa: E402
 from tilewright.packer.verify.dequantized import stream_dequantized  # noqa: E402
 from tilewright.packer.verify.model import compare_models  # noqa: E402
 from tilewright.packer.verify.text import evenly_spaced_windows, read_tokens  # noqa: E402
@@ -30,7 +30,7 @@ def contents(path: Path, noise: float = 0.0) -> Contents:
         tensors = {
             k: v + noise * v.float().std() * torch.randn_like(v) if v.dim() == 2 else v for k, v in tensors.items()
         }
-    weights = {k: Weight(k, tuple(v.shape), None, lambda v=v: v) for k, v in tensors.items()}
+    weights = {k: LogicalTensor(k, tuple(v.shape), None, lambda v=v: v) for k, v in tensors.items()}
     return Contents(str(path), weights, {}, {})
 
 

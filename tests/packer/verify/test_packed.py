@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from tilewright.kernels.errors import VerifyError
 from tilewright.kernels.packed.module_spec import Cut, ModuleSpec
 from tilewright.packer.checkpoint.files import open_checkpoint
+from tilewright.packer.checkpoint.packed import packed_modules
+from tilewright.packer.checkpoint.reading import read_contents
 from tilewright.packer.engine.pipeline import execute
-from tilewright.packer.pack.modules import packed_modules
 from tilewright.packer.pack.planner import plan_pack
 from tilewright.packer.pack.target import CpuTarget, GpuTarget
-from tilewright.packer.verify.directory import read_contents
 from tilewright.packer.verify.weights import TensorResult, compare_weights
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from tilewright.kernels.formats import BF16, FORMATS, FP8, INT4_G32, INT4_G128, INT8, WeightFormat
 from tilewright.kernels.tensors import QTensor
+from tilewright.packer.checkpoint.contents import Contents, LogicalTensor
 from tilewright.packer.solvers import SOLVERS
-from tilewright.packer.solvers.base import Solver
 from tilewright.packer.solvers.blocks import block_amax, expand, round_to_codes
 from tilewright.packer.solvers.gptq import ErrorFeedback
+from tilewright.packer.solvers.solver import Solver
 from tilewright.packer.verify.bounds import allowed_error, block_norms
-from tilewright.packer.verify.contents import Contents, Weight
 from tilewright.packer.verify.weight_error import coded_error
 from tilewright.packer.verify.weights import TensorResult, compare_weights
 
@@ -43,7 +43,7 @@ def rtn(weight: torch.Tensor, fmt: WeightFormat, target: float | None = None) ->
 
 def directory(weights: dict[str, torch.Tensor | QTensor], dropped: dict[str, str] | None = None) -> Contents:
     found = {
-        name: Weight(name, tuple(w.shape), w.format if isinstance(w, QTensor) else None, lambda w=w: w)
+        name: LogicalTensor(name, tuple(w.shape), w.format if isinstance(w, QTensor) else None, lambda w=w: w)
         for name, w in weights.items()
     }
     return Contents("directory", found, dropped or {}, {})

@@ -12,7 +12,7 @@ from tilewright.kernels.tensors import QTensor
 
 
 @dataclass(frozen=True)
-class Weight:
+class LogicalTensor:
     """One logical tensor of a directory, read on demand.
 
     Attributes:
@@ -52,12 +52,12 @@ class Contents:
     """
 
     title: str
-    weights: Mapping[str, Weight]
+    weights: Mapping[str, LogicalTensor]
     dropped: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     feedback: bool = False
-    forget: Callable[[Weight], None] = lambda _: None
+    forget: Callable[[LogicalTensor], None] = lambda _: None
 
-    def find(self, name: str) -> Weight | None:
+    def find(self, name: str) -> LogicalTensor | None:
         """The weight `name`, or the one that it is tied to."""
         return self.weights.get(name) or self.weights.get(self.aliases.get(name, name))

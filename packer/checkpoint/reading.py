@@ -1,4 +1,4 @@
-"""Read a directory, plain, quantized or packed, as logical weights."""
+"""Read a directory, plain, quantized or packed, as logical tensors: each matrix with its codes or its values."""
 
 from __future__ import annotations
 
@@ -12,22 +12,19 @@ from typing import Any
 import torch
 
 from tilewright.kernels.errors import VerifyError
-from tilewright.kernels.formats import FORMATS
 from tilewright.kernels.packed.module_spec import Cut, ModuleSpec
 from tilewright.kernels.tensors import QTensor
 
-from ..checkpoint.base import Reader, SourceWeight
-from ..checkpoint.files import Checkpoint
-from ..checkpoint.naming import canonical
-from ..checkpoint.stacks import StackLayout, TransposedReader, container_of, decide, output_rows
-from ..families import architecture_of, text_config
-from ..pack.modules import packed_modules, stored_inventory
-from ..pack.steps import split_rows
+from ..families import family_of
+from ..families.config import text_value
 from ..plan import Source
 from ..records.manifest import solver_of
-from .contents import Contents, Weight
+from .contents import Contents, LogicalTensor
+from .encoding import ACTIVATION_SUFFIXES
+from .files import Checkpoint
+from .matrices import Matrix, matrices_of
+from .packed import packed_modules, split_rows, stored_inventory
 
-ACTIVATION_SUFFIXES = (".input_scale", ".activation_scale", ".input_zero_point")  # of activations, not weights
 FEEDBACK = ("gptq",)  # solvers whose codes are not the nearest ones
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
@@ -46,8 +43,8 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
                 f"{checkpoint.root}: holds the share of rank {cut.rank} of {cut.ranks}, not a model",
                 hint="verify the uncut packed directory: a cut moves weights and changes none",
             )
-    weights = (*_packed_weights(checkpoint, packed), *_stored_weights(checkpoint))
-    tied = text_config(checkpoint.config).get("tie_word_embeddings", checkpoint.config.get("tie_word_embeddings"))
+    weights = (*_packed_weights(checkpoint, packed), *_stored_tensors(checkpoint))
+    tied = text_value(checkpoint.config, "tie_word_embeddings")
     return Contents(
         title=str(checkpoint.root),
         weights={weight.name: weight for weight in weights},
@@ -58,7 +55,7 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     )
 
 
-def _forget(checkpoint: Checkpoint, weight: Weight) -> None:
+def _forget(checkpoint: Checkpoint, weight: LogicalTensor) -> None:
     for name in weight.sources:
         checkpoint.forget(Source(name))
 
@@ -71,85 +68,53 @@ def _dropped(root: Path) -> dict[str, str]:
     return {name: fate["reason"] for name, fate in ledger["tensors"].items() if fate["fate"] == "dropped"}
 
 
-def _plain(checkpoint: Checkpoint, name: str) -> Weight:
+def _plain(checkpoint: Checkpoint, name: str) -> LogicalTensor:
     source = Source(name)
-    return Weight(name, checkpoint.spec(name).shape, None, partial(checkpoint.tensor, source), sources=(name,))
+    return LogicalTensor(name, checkpoint.spec(name).shape, None, partial(checkpoint.tensor, source), sources=(name,))
 
 
-def _stored_weights(checkpoint: Checkpoint) -> Iterator[Weight]:
-    """Weights that are stored as checkpoints store them."""
+def _stored_tensors(checkpoint: Checkpoint) -> Iterator[LogicalTensor]:
+    """What is stored as checkpoints store it."""
     inventory = stored_inventory(checkpoint)
-    stacks: dict[str, list[SourceWeight]] = {}
-    for weight in inventory.weights:
-        container = container_of(weight.module) if len(weight.shape) == 3 else None
-        if container is None:
-            yield _matrix(checkpoint, weight)
-        else:
-            stacks.setdefault(container, []).append(weight)
-    for container, members in stacks.items():
-        yield from _stack(checkpoint, container, members)
-    biases = {f"{weight.module}_bias" for members in stacks.values() for weight in members}
+    matrices = matrices_of(inventory.weights, checkpoint.files, checkpoint.config, family_of(checkpoint.config))
+    if matrices.rejects:
+        raise VerifyError("\n".join(map(str, matrices.rejects)))
+    for matrix in matrices.found:
+        yield _matrix(checkpoint, matrix)
+        if matrix.bias and not matrix.alone:
+            read = partial(_bias, checkpoint, matrix)
+            yield LogicalTensor(f"{matrix.module}.bias", matrix.shape[:1], None, read, sources=(matrix.bias,))
+    biases = {matrix.bias for matrix in matrices.found if not matrix.alone}
+    activations = tuple(f".{suffix}" for suffix in ACTIVATION_SUFFIXES)
     for name in inventory.loose:
-        if name not in biases and not name.endswith(ACTIVATION_SUFFIXES):
+        if name not in biases and not name.endswith(activations):
             yield _plain(checkpoint, name)
 
 
-def _matrix(checkpoint: Checkpoint, weight: SourceWeight) -> Weight:
-    if not weight.quantized:
-        plain = _plain(checkpoint, weight.tensors[0])
-        return Weight(f"{canonical(weight.module)}.weight", plain.shape, None, plain.read, sources=plain.sources)
-    tensors = [Source(name) for name in weight.tensors]
-    return _encoded(checkpoint, weight, f"{canonical(weight.module)}.weight", tensors, weight.reader, slice(None))
+def _bias(checkpoint: Checkpoint, matrix: Matrix) -> torch.Tensor:
+    assert matrix.bias_source
+    return checkpoint.tensor(matrix.bias_source)[slice(*matrix.rows)]
 
 
-def _stack(checkpoint: Checkpoint, container: str, members: list[SourceWeight]) -> Iterator[Weight]:
-    layout = decide(members, checkpoint.config, architecture_of(checkpoint.config), None, False)
-    if not isinstance(layout, StackLayout):
-        raise VerifyError(str(layout))
-    for weight in members:
-        e, *matrix = weight.shape
-        n = matrix[1] if layout.transposed else matrix[0]
-        reader: Reader = TransposedReader(weight.reader) if layout.transposed else weight.reader
-        for projection, (start, stop, step) in output_rows(weight.module, n, layout.order).items():
-            for expert in range(e):
-                tensors = [Source(name, expert) for name in weight.tensors]
-                name, rows = f"{container}.{expert}.{projection}", slice(start, stop, step)
-                yield _encoded(checkpoint, weight, f"{name}.weight", tensors, reader, rows)
-                if (bias := f"{weight.module}_bias") in checkpoint.files:
-                    read = partial(_bias, checkpoint, Source(bias, expert), rows)
-                    yield Weight(f"{name}.bias", (len(range(start, stop, step)),), None, read, sources=(bias,))
+def _matrix(checkpoint: Checkpoint, matrix: Matrix) -> LogicalTensor:
+    quantized = matrix.stored.quantized
+    fmt = matrix.stored_format if quantized else None
+    encoding = matrix.stored.encoding if quantized and fmt is None else ""
+    names = tuple(source.name for source in matrix.sources)
+    return LogicalTensor(
+        f"{matrix.module}.weight", matrix.shape, fmt, partial(_read_matrix, checkpoint, matrix), encoding, names
+    )
 
 
-def _bias(checkpoint: Checkpoint, source: Source, rows: slice) -> torch.Tensor:
-    return checkpoint.tensor(source)[rows]
+def _read_matrix(checkpoint: Checkpoint, matrix: Matrix) -> QTensor | torch.Tensor:
+    tensors = [checkpoint.tensor(source) for source in matrix.sources]
+    if not matrix.stored.quantized:
+        return matrix.decoder.raw(tensors, slice(*matrix.rows))
+    codes = matrix.codes(tensors)
+    return matrix.values(tensors) if codes is None else codes
 
 
-def _encoded(
-    checkpoint: Checkpoint, weight: SourceWeight, name: str, sources: list[Source], reader: Reader, rows: slice
-) -> Weight:
-    """A weight that `reader` decodes; `rows` are those of a stack that belong to it."""
-    n, k = weight.shape[-2:]
-    whole = rows == slice(None)
-    fmt = FORMATS[weight.keeps[0]] if whole and weight.keeps else None
-    if isinstance(reader, TransposedReader):
-        n, k = k, n
-    rows = slice(*rows.indices(n))
-
-    def read() -> QTensor | torch.Tensor:
-        tensors = [checkpoint.tensor(source) for source in sources]
-        codes = reader.codes(tensors, fmt) if fmt else None
-        if codes is not None:
-            return codes
-        if weight.quantized:
-            return reader.rows(tensors, rows)
-        return tensors[0].T[rows] if isinstance(reader, TransposedReader) else tensors[0][rows]
-
-    encoding = "" if fmt or not weight.quantized else weight.encoding
-    names = tuple(source.name for source in sources)
-    return Weight(name, (len(range(*rows.indices(n))), k), fmt, read, encoding, names)
-
-
-def _packed_weights(checkpoint: Checkpoint, modules: dict[str, ModuleSpec]) -> Iterator[Weight]:
+def _packed_weights(checkpoint: Checkpoint, modules: dict[str, ModuleSpec]) -> Iterator[LogicalTensor]:
     """Packed modules, taken apart into the matrices that they were made of."""
     for module, spec in modules.items():
         names = {suffix: f"{module}.{suffix}" for suffix in spec.tensors()}
@@ -206,7 +171,7 @@ class _Packed:
         return found.to(self.spec.bias_dtype)
 
 
-def _packed_module(packed: _Packed) -> Iterator[Weight]:
+def _packed_module(packed: _Packed) -> Iterator[LogicalTensor]:
     spec = packed.spec
     if not spec.sources and not spec.source_layout:
         return  # made of another module's weight (`w_kc`, `w_vc`), which is compared there
@@ -214,9 +179,11 @@ def _packed_module(packed: _Packed) -> Iterator[Weight]:
         for part, (template, rows) in enumerate(zip(spec.sources or (packed.name,), spec.source_rows, strict=True)):
             name = template.format(None if expert is None else expert + spec.first_expert)
             read = partial(packed.part, expert, part)
-            yield Weight(f"{name}.weight", (rows, spec.shape[-1]), spec.format, read, sources=packed.names)
+            yield LogicalTensor(f"{name}.weight", (rows, spec.shape[-1]), spec.format, read, sources=packed.names)
             if spec.bias_dtype is not None:
-                yield Weight(f"{name}.bias", (rows,), None, partial(packed.bias, expert, part), sources=packed.names)
+                yield LogicalTensor(
+                    f"{name}.bias", (rows,), None, partial(packed.bias, expert, part), sources=packed.names
+                )
 
 
 def _only(q: QTensor) -> QTensor:

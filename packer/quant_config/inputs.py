@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Written:
+class QuantConfigInputs:
     """The output of a conversion, as far as its config has to describe it.
 
     Attributes:

@@ -11,7 +11,7 @@ from tilewright.kernels.formats import FP8, INT8, WeightFormat
 from tilewright.kernels.ops.convert import scale_codes
 from tilewright.kernels.tensors import QTensor, Reject
 
-from .base import Group, SourceWeight
+from ..encoding import Decoder, StoredWeight, TensorGroup, TransposedDecoder
 
 SCALES = ("weight_scale_inv", "weight_scale")  # two names, one meaning: a multiplier
 CODES = {torch.float8_e4m3fn: "FP8", torch.int8: "int8"}
@@ -19,7 +19,7 @@ SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0f
 
 
 @dataclass(frozen=True)
-class ScaledReader:
+class ScaledDecoder(Decoder):
     """value[n, k] = code[n, k] * scale[n // block_n, k // block_k], in fp32.
 
     Attributes:
@@ -38,7 +38,7 @@ class ScaledReader:
         return scale.reshape(-1, 1) if not self.block_k else scale
 
     def rows(self, tensors: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:
-        """See `Reader.rows`."""
+        """See `Decoder.rows`."""
         codes, grid = tensors[0][rows], self._grid(tensors[1])
         if rows.step == 1:
             return scale_codes(codes, grid, self.block_n, self.block_k, rows.start)
@@ -48,59 +48,68 @@ class ScaledReader:
             grid = grid.repeat_interleave(self.block_k, 1)[:, : codes.shape[1]]
         return codes.to(torch.float32).mul_(grid)
 
-    def raw(self, tensors: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:
-        """See `Reader.raw`."""
-        return tensors[0][rows]
-
     def codes(self, tensors: Sequence[torch.Tensor], fmt: WeightFormat) -> QTensor | None:
-        """See `Reader.codes`."""
+        """See `Decoder.codes`."""
         return QTensor(fmt, tensors[0], self._grid(tensors[1]))
 
+    def transposed(self) -> Decoder | None:
+        """See `Decoder.transposed`: a grid of square blocks can be."""
+        square = self.block_n == self.block_k == FP8.block_n
+        return TransposedDecoder(self) if square else None
 
-def detect(group: Group) -> SourceWeight | Reject | None:
-    """An FP8 or int8 weight with one element per code, or None if `group` is something else."""
-    spec = group.specs["weight"]
-    if spec.dtype == torch.float8_e5m2:
-        return group.reject("is FP8 E5M2, only E4M3 weights are read", "dequantize it to bf16 first")
-    if spec.dtype not in CODES:
-        return None
-    scale = next((suffix for suffix in SCALES if suffix in group.specs), None)
-    if scale is None:
-        return group.reject(
-            f"is {CODES[spec.dtype]} but has neither `{group.module}.weight_scale_inv` nor `.weight_scale`",
-            "its scale may be in a shard that is missing; fetch the checkpoint again",
+
+@dataclass(frozen=True)
+class Scaled:
+    """`weight` [N, K] of FP8 or int8 codes beside `weight_scale_inv` or `weight_scale`."""
+
+    id: str = "scaled"
+    suffixes: tuple[str, ...] = ("weight", "weight_scale_inv", "weight_scale", "weight_scale_2", "weight_zero_point")
+
+    def detect(self, group: TensorGroup) -> StoredWeight | Reject | None:
+        """See `Encoding.detect`."""
+        spec = group.specs.get("weight")
+        if spec is None or not group.is_matrix():
+            return None
+        if spec.dtype == torch.float8_e5m2:
+            return group.reject("is FP8 E5M2, only E4M3 weights are read", "dequantize it to bf16 first")
+        if spec.dtype not in CODES:
+            return None
+        scale = next((suffix for suffix in SCALES if suffix in group.specs), None)
+        if scale is None:
+            return group.reject(
+                f"is {CODES[spec.dtype]} but has neither `{group.module}.weight_scale_inv` nor `.weight_scale`",
+                "its scale may be in a shard that is missing; fetch the checkpoint again",
+            )
+        if "weight_zero_point" in group.specs:
+            return group.reject("has zero points; only symmetric weights are read")
+        found = group.specs[scale]
+        if found.dtype not in SCALE_DTYPES:
+            return group.reject(f"has scales of dtype {found.dtype}, which says nothing about how to read them")
+        blocks = _blocks(group, spec.shape, found.shape)
+        if isinstance(blocks, Reject):
+            return blocks
+        kind = "per-tensor" if not blocks[0] else "per-channel" if not blocks[1] else f"block {blocks[0]}x{blocks[1]}"
+        return StoredWeight(
+            group.module,
+            (group.names["weight"], group.names[scale]),
+            group.others("weight", scale),
+            spec.shape,
+            f"{kind} {CODES[spec.dtype]}",
+            ScaledDecoder(*blocks),
+            _stored_format(spec.dtype, blocks),
         )
-    if "weight_zero_point" in group.specs:
-        return group.reject("has zero points; only symmetric weights are read")
-    found = group.specs[scale]
-    if found.dtype not in SCALE_DTYPES:
-        return group.reject(f"has scales of dtype {found.dtype}, which says nothing about how to read them")
-    blocks = _blocks(group, spec.shape, found.shape)
-    if isinstance(blocks, Reject):
-        return blocks
-    kind = "per-tensor" if not blocks[0] else "per-channel" if not blocks[1] else f"block {blocks[0]}x{blocks[1]}"
-    companions = tuple(name for suffix, name in group.names.items() if suffix not in {"weight", scale})
-    return SourceWeight(
-        group.module,
-        (group.weight, group.names[scale]),
-        companions,
-        spec.shape,
-        f"{kind} {CODES[spec.dtype]}",
-        ScaledReader(*blocks),
-        _keeps(spec.dtype, blocks),
-    )
 
 
-def _keeps(dtype: torch.dtype, blocks: tuple[int, int]) -> tuple[str, ...]:
+def _stored_format(dtype: torch.dtype, blocks: tuple[int, int]) -> str:
     same = {(torch.float8_e4m3fn, (FP8.block_n, FP8.block_k)): FP8.id, (torch.int8, (1, 0)): INT8.id}
-    return (same[dtype, blocks],) if (dtype, blocks) in same else ()
+    return same.get((dtype, blocks), "")
 
 
-def _states_blocks(group: Group) -> bool:
+def _states_blocks(group: TensorGroup) -> bool:
     return bool(group.config.get("weight_block_size"))
 
 
-def _blocks(group: Group, shape: tuple[int, ...], scale: tuple[int, ...]) -> tuple[int, int] | Reject:
+def _blocks(group: TensorGroup, shape: tuple[int, ...], scale: tuple[int, ...]) -> tuple[int, int] | Reject:
     """(block_n, block_k) of a scale grid, 0 for "all"; leading dimensions are experts."""
     *experts, n, k = shape
     grid = scale[len(experts) :] if list(scale[: len(experts)]) == experts else scale
@@ -118,3 +127,6 @@ def _blocks(group: Group, shape: tuple[int, ...], scale: tuple[int, ...]) -> tup
         f"is {list(shape)} with scales {list(scale)}, which are neither per tensor, per output channel nor per "
         f"{bn}x{bk} block"
     )
+
+
+SCALED = Scaled()

@@ -11,12 +11,12 @@ import torch
 from tilewright.kernels.formats import BF16, FORMATS, INT4_BY_GROUP, WeightFormat
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.layouts.base import Layout
-from tilewright.packer.families.base import Role
-from tilewright.packer.quant_config.base import Written
+from tilewright.packer.families.roles import Role
+from tilewright.packer.quant_config.inputs import QuantConfigInputs
 
 
 @dataclass(frozen=True)
-class Target:
+class StorageSpec:
     """How one weight is stored.
 
     Attributes:
@@ -29,9 +29,9 @@ class Target:
     layout: str
     scale_dtype: torch.dtype = torch.float32
 
-    def with_group(self, group: int) -> Target:
+    def with_group(self, group: int) -> StorageSpec:
         """The target for int4 groups of this size."""
-        return Target(INT4_BY_GROUP[group].id, self.layout, self.scale_dtype) if self.format == "int4" else self
+        return StorageSpec(INT4_BY_GROUP[group].id, self.layout, self.scale_dtype) if self.format == "int4" else self
 
     @property
     def weight_format(self) -> WeightFormat:
@@ -44,18 +44,18 @@ class Target:
         return LAYOUTS[self.layout]
 
 
-SIXTEEN_BITS = Target(BF16.id, "plain-bf16")
+SIXTEEN_BITS = StorageSpec(BF16.id, "plain-bf16")
 
 
 class ConfigWriter(Protocol):
     """Writes the `quantization_config` block."""
 
-    def __call__(self, written: Written) -> dict[str, Any]:
+    def __call__(self, output: QuantConfigInputs) -> dict[str, Any]:
         """The block."""
 
 
 @dataclass(frozen=True)
-class Form:
+class CheckpointFormat:
     """A scheme in the spelling of one family of engines.
 
     Attributes:
@@ -67,14 +67,14 @@ class Form:
         extra_files: Writes further files for further engines.
     """
 
-    linear: Target | None
-    expert: Target
+    linear: StorageSpec | None
+    expert: StorageSpec
     config: ConfigWriter
     ignores_exclusions: bool = False
     input_scale: bool = False
     extra_files: Callable[[Iterable[tuple[str, bool]]], dict[str, bytes]] | None = None
 
-    def target(self, role: Role, group: int) -> Target | None:
+    def target(self, role: Role, group: int) -> StorageSpec | None:
         """What a weight of this role gets."""
         target = self.expert if role == "expert" else self.linear
         return target.with_group(group) if target else None
@@ -92,6 +92,6 @@ class Scheme:
     """
 
     id: str
-    forms: Mapping[str, Form] = field(default_factory=dict)
+    forms: Mapping[str, CheckpointFormat] = field(default_factory=dict)
     solver: str = "rtn"
     groups: tuple[int, ...] = ()

@@ -1,8 +1,7 @@
-"""What a family of models says about its tensor names."""
+"""What a module is to a model, and the names that all families share."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,22 +34,6 @@ KEPT: dict[Role, str] = {
     "other": "no architecture rule knows this name",
 }
 
-ExpertsOrder = Literal["gate-up", "up-gate", "interleaved"]
-# A stack of experts: one tensor per projection, the first axis counts experts.
-STACK = re.compile(
-    r"^(?P<container>(?:.*\.)?experts)\.(?P<projection>gate_up_proj|w13|gate_proj|up_proj|down_proj|w1|w2|w3)$"
-)
-W_NAMES = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}  # the other spelling of an expert's projections
-WRAPPER = re.compile(
-    r"^(?:model\.language_model\.model|model\.language_model|language_model\.model|model\.text_model)\."
-)
-
-
-def unwrapped(module: str) -> str:
-    """The path that the module has in the text-only model: `model.language_model.layers.0` -> `model.layers.0`."""
-    module = WRAPPER.sub("model.", module)
-    return module.removeprefix("language_model.")
-
 
 @dataclass(frozen=True)
 class Rule:
@@ -58,31 +41,6 @@ class Rule:
 
     pattern: str
     role: Role
-
-
-@dataclass(frozen=True)
-class Architecture:
-    """The names of one family; the first rule that matches decides.
-
-    Attributes:
-        id: Name of the family.
-        model_types: `model_type` values in config.json (or in its text_config) that belong to it.
-        rules: Rules of this family, asked before those that all families share.
-        experts_order: Order of the rows of a stacked gate_up tensor; None where nothing is known.
-    """
-
-    id: str
-    model_types: tuple[str, ...]
-    rules: tuple[Rule, ...] = ()
-    experts_order: ExpertsOrder | None = "gate-up"
-
-    def role(self, module: str) -> Role:
-        """The role of a module (a tensor name without its last part, or the name of a bare parameter)."""
-        path = unwrapped(module)
-        for rule in (*self.rules, *COMMON):
-            if re.search(rule.pattern, path):
-                return rule.role
-        return "other"
 
 
 _TAIL = r"(?:^|\.)(?:{})$"
@@ -108,7 +66,6 @@ COMMON: tuple[Rule, ...] = (
     Rule(tail(r"\w*norm\w*", r"ln_\w+", r"shared_head\.norm"), "norm"),
     Rule(tail("shared_expert_gate"), "shared-gate"),
     Rule(tail(r"(?:mlp|block_sparse_moe|feed_forward|moe|ffn)\.gate(?:\.wg)?", r"router(?:\.\w+)?"), "router"),
-    Rule(r"(?:^|\.)experts\.\d+\.(?:gate_proj|up_proj|down_proj|w1|w2|w3)$", "expert"),
     Rule(tail("conv1d", "conv", r"\w*_conv", "patch_embed", "patch_embedding"), "conv"),
     Rule(tail("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"), "linear"),
     Rule(tail(r"(?:q|k|v|o|qkv|out)_proj", r"(?:gate|up|down|gate_up)_proj"), "linear"),

@@ -1,0 +1,160 @@
+"""What an encoding of weights is: how a source stores one weight, and how its values are read back.
+
+Each encoding is one file in `encodings/` and one line in its registry. It claims a group of tensors under one module
+path, says what matrix they hold, and gives a decoder for the rows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from tilewright.kernels.formats import WeightFormat
+from tilewright.kernels.ops.convert import all_finite
+from tilewright.kernels.tensors import QTensor, Reject, TensorSpec
+
+# Tensors beside a weight that no encoding needs for its values: scales of activations.
+ACTIVATION_SUFFIXES = ("input_scale", "input_zero_point", "activation_scale")
+
+
+class Decoder:
+    """Reads the values of one matrix from its tensors; picklable and stateless."""
+
+    def rows(self, tensors: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:
+        """Values of some rows of a matrix.
+
+        Args:
+            tensors: The tensors of the matrix in the order of `StoredWeight.tensors`; of a stack, one expert's slices.
+            rows: Rows wanted, with explicit start, stop and step.
+
+        Returns:
+            fp32 [len(rows), K]; or bf16 or fp16, if the values are stored so.
+        """
+        raise NotImplementedError
+
+    def raw(self, tensors: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:
+        """Some rows of the weight tensor as they are stored, for encodings that store one row of values as one row."""
+        return tensors[0][rows]
+
+    def codes(self, tensors: Sequence[torch.Tensor], fmt: WeightFormat) -> QTensor | None:
+        """The matrix as it is, if it already has the numbers of `fmt`; None if it has to be quantized anew."""
+        return None
+
+    def transposed(self) -> Decoder | None:
+        """A decoder for the same matrix stored [K, N]; None if the encoding cannot be read so."""
+        return None
+
+
+@dataclass(frozen=True)
+class TransposedDecoder(Decoder):
+    """Reads a matrix that is stored [K, N].
+
+    Attributes:
+        inner: Reads it if every tensor of it is transposed.
+    """
+
+    inner: Decoder
+
+    def rows(self, tensors: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:
+        """See `Decoder.rows`."""
+        return self.inner.rows([tensor.T for tensor in tensors], rows)
+
+    def raw(self, tensors: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:
+        """See `Decoder.raw`."""
+        return tensors[0].T[rows]
+
+    def codes(self, tensors: Sequence[torch.Tensor], fmt: WeightFormat) -> QTensor | None:
+        """See `Decoder.codes`."""
+        return self.inner.codes([tensor.T for tensor in tensors], fmt)
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """One matrix `[N, K]`, or stack of matrices `[E, A, B]`, as the source stores it.
+
+    Attributes:
+        module: Path of the module, or of the parameter in the case of a bare stack (`….experts.gate_up_proj`).
+        tensors: Names of its tensors in the order that `decoder` wants, the codes first.
+        companions: Names of further tensors that belong to it (static activation scales, `weight_shape`).
+        shape: Logical shape, one element per weight.
+        encoding: For people: "bf16", "block 128x128 FP8", ….
+        decoder: How values are read.
+        stored_format: Id of the weight format in which `decoder.codes` gives the matrix unchanged; empty if in none.
+        bare: The weight has no `.weight` at its end.
+        per_expert: Of a stack, whether each tensor has a slice for each expert; one that has none serves them all.
+    """
+
+    module: str
+    tensors: tuple[str, ...]
+    companions: tuple[str, ...]
+    shape: tuple[int, ...]
+    encoding: str
+    decoder: Decoder
+    stored_format: str = ""
+    bare: bool = False
+    per_expert: tuple[bool, ...] = ()
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the source holds it in fewer than 16 bits."""
+        return len(self.tensors) > 1
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """The tensors under one module path, sorted by suffix; what encodings are asked about.
+
+    Attributes:
+        module: Module path.
+        specs: Suffix -> specification; "weight" for a parameter without a suffix, too.
+        names: Suffix -> tensor name.
+        config: The source's quantization_config, empty if there is none.
+        stack: Whether the path is that of a stack of experts.
+    """
+
+    module: str
+    specs: Mapping[str, TensorSpec]
+    names: Mapping[str, str]
+    config: Mapping[str, object]
+    stack: bool = False
+
+    def is_matrix(self, suffix: str = "weight") -> bool:
+        """Whether it has a tensor of this suffix that is a matrix [N, K], or a stack of experts [E, A, B]."""
+        rank = len(self.specs[suffix].shape) if suffix in self.specs else 0
+        return (rank == 2 and self.names[suffix] != self.module) or (rank == 3 and self.stack)
+
+    def others(self, *suffixes: str) -> tuple[str, ...]:
+        """Names of all tensors but those of these suffixes."""
+        return tuple(name for suffix, name in self.names.items() if suffix not in suffixes)
+
+    def reject(self, reason: str, hint: str | None = None, suffix: str = "weight") -> Reject:
+        """A refusal that names the tensor of this suffix."""
+        return Reject(self.names.get(suffix, self.module), reason, hint)
+
+
+class Encoding(Protocol):
+    """One way of storing weights."""
+
+    @property
+    def id(self) -> str:
+        """Name in the registry."""
+
+    @property
+    def suffixes(self) -> tuple[str, ...]:
+        """Last parts of the names of its tensors, that of the codes first: `weight`, `qweight`, `weight.absmax`."""
+
+    def detect(self, group: TensorGroup) -> StoredWeight | Reject | None:
+        """The weight that a group holds in this encoding; why it cannot be read; None if it is another encoding."""
+
+
+def first_bad(tensors: Sequence[torch.Tensor]) -> tuple[int, list[int], float] | None:
+    """The first element that is NaN or infinite: number of the tensor, index, value."""
+    for number, tensor in enumerate(tensors):
+        if not all_finite(tensor):
+            values = tensor.to(torch.float32)
+            index = (~torch.isfinite(values)).nonzero()[0].tolist()
+            return number, index, float(values[tuple(index)])
+    return None

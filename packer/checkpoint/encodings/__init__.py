@@ -1,0 +1,21 @@
+"""Every encoding of weights that sources use, one visible line each; the first that claims tensors reads them."""
+
+from __future__ import annotations
+
+from tilewright.kernels.registry import Registry
+
+from ..encoding import Encoding
+from .pack_quantized import PACK_QUANTIZED
+from .plain import PLAIN
+from .scaled import SCALED
+from .w4afp8 import W4AFP8_EXPERT
+
+ENCODINGS: Registry[Encoding] = Registry(
+    "encoding",
+    (
+        PACK_QUANTIZED,
+        W4AFP8_EXPERT,
+        SCALED,
+        PLAIN,
+    ),
+)

@@ -1,0 +1,76 @@
+"""What the shards of a checkpoint say about packed modules, what lies beside them, and the matrices in a module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tilewright.kernels.errors import CheckpointError
+from tilewright.kernels.packed.module_spec import ModuleSpec, described_modules
+from tilewright.kernels.tensors import QTensor
+
+from .detection import Inventory, detect_weights, quantization_config
+from .files import Checkpoint
+
+
+def packed_modules(checkpoint: Checkpoint) -> dict[str, ModuleSpec]:
+    """The packed modules of a checkpoint by name; none for one that is not packed."""
+    return {
+        name: ModuleSpec.from_json(name, fields)
+        for header in checkpoint.headers.values()
+        for name, fields in described_modules(header).items()
+    }
+
+
+def stored_inventory(checkpoint: Checkpoint) -> Inventory:
+    """Everything that is stored as checkpoints store it: all of one that is not packed, else what no module holds.
+
+    Raises:
+        CheckpointError: Some of it cannot be read as weights; lists it.
+    """
+    modules = packed_modules(checkpoint)
+    owned = {f"{name}.{suffix}" for name, spec in modules.items() for suffix in spec.tensors()}
+    config = dict(checkpoint.config)
+    if modules:  # what is left keeps the spelling of the checkpoint that was packed
+        config["quantization_config"] = quantization_config(config).get("source")
+    inventory = detect_weights({name: checkpoint.spec(name) for name in checkpoint.files if name not in owned}, config)
+    if inventory.rejects:
+        raise CheckpointError(f"{checkpoint.root}: cannot be read:\n  " + "\n  ".join(map(str, inventory.rejects)))
+    return inventory
+
+
+def join_rows(weights: Sequence[QTensor], parts: int) -> QTensor:
+    """Weights of one format and K as one weight, one under the other.
+
+    Args:
+        weights: Each with its own grid of scales; with `parts` 1 and more than one of them, of whole blocks of rows.
+        parts: 1, or their number if they are equally large and stay parts.
+    """
+    first = weights[0]
+    if len(weights) == 1:
+        return first
+    assert parts in {1, len(weights)}
+    assert all(weight.format == first.format for weight in weights)
+    scales = [weight.scales for weight in weights if weight.scales is not None]
+    zeros = [weight.zeros for weight in weights if weight.zeros is not None]
+    assert len(zeros) in {0, len(weights)}, "parts with and without zero points"
+    bits = [weight.codes.view(torch.uint8) if weight.codes.itemsize == 1 else weight.codes for weight in weights]
+    return QTensor(
+        first.format,
+        torch.cat(bits).view(first.codes.dtype),
+        torch.cat(scales) if scales else None,
+        torch.cat(zeros) if zeros else None,
+        parts,
+    )
+
+
+def split_rows(q: QTensor, rows: Sequence[int]) -> list[QTensor]:
+    """The inverse of `join_rows`; `rows` are those of each weight."""
+
+    def split(tensor: torch.Tensor | None, sizes: Sequence[int]) -> Sequence[torch.Tensor | None]:
+        return [None] * len(rows) if tensor is None else tensor.split(list(sizes), -2)
+
+    grid = [q.format.scale_rows(n) for n in rows] if q.format.has_scales else rows
+    split_up = zip(split(q.codes, rows), split(q.scales, grid), split(q.zeros, grid), strict=True)
+    return [QTensor(q.format, codes, scales, zeros) for codes, scales, zeros in split_up if codes is not None]

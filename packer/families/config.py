@@ -1,0 +1,35 @@
+"""What a config.json calls the sizes and counts of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+TEXT_PARTS = ("text_config", "language_config", "llm_config", "thinker_config")
+EXPERT_COUNTS = ("num_local_experts", "n_routed_experts", "num_experts")
+MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that describes the language model: `text_config` or the like, or all of it."""
+    for key in TEXT_PARTS:
+        if isinstance(config.get(key), Mapping):
+            return text_config(config[key])
+    return config
+
+
+def text_value(config: Mapping[str, Any], key: str) -> Any:
+    """A value of the top level, or of the text model's part."""
+    return config.get(key, text_config(config).get(key))
+
+
+def expert_count(config: Mapping[str, Any]) -> int:
+    """Number of routed experts of a layer; 0 for a dense model."""
+    text = text_config(config)
+    return next((text[key] for key in EXPERT_COUNTS if isinstance(text.get(key), int)), 0)
+
+
+def announced_mtp(config: Mapping[str, Any]) -> int:
+    """Number of MTP layers that the config announces."""
+    found = (text_config(config).get(key) for key in MTP_COUNTS)
+    return next((value for value in found if isinstance(value, int)), 0)
