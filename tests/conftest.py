@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import zlib
 from collections.abc import Callable, Iterator
@@ -29,10 +30,29 @@ NOT_CHECKED = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """A machine may be as slow as it likes, and a run finds what the one before it found."""
+    """A machine may be as slow as it likes, and a run finds what the one before it found.
+
+    Processes that share the tests (pytest -n) share the CPUs, too; each has at least one for itself.
+    """
+    if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+        threads = max(1, len(os.sched_getaffinity(0)) // workers)
+        torch.set_num_threads(threads)
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # of the commands that a test starts
     usual = config.getoption("hypothesis_seed") is None
     settings.register_profile("repeatable", deadline=None, derandomize=usual, suppress_health_check=NOT_CHECKED)
     settings.load_profile("repeatable")
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that measure memory take turns, and so do those that need a GPU; slow ones come first."""
+    for item in items:
+        if item.path.name == "test_memory.py" or "peak_anonymous" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.xdist_group("memory"))
+        elif "gpu" in item.path.parts:
+            item.add_marker(pytest.mark.xdist_group("gpu"))
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 @pytest.hookimpl(tryfirst=True)

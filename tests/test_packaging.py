@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-build-isolation"]
-    options = ["--no-deps", "-w", str(out), f"--config-settings=build-dir={out / 'build'}", str(ROOT)]
+    options = ["--no-deps", "-w", str(out), str(ROOT)]  # over what the editable install has compiled
     subprocess.run([*command, *options], check=True, capture_output=True, text=True)
     return next(out.glob("*.whl"))
 
