@@ -15,7 +15,7 @@ Cached cached(const Tensor& t, const char* name, const Tensor& q) {
   TILEWRIGHT_CHECK(t.dim() == 4 && t.size(0) == q.size(0) && t.size(2) > 0 && t.size(3) > 0, name, " is ", shape(t),
                    ", it must be [batch, kv_heads, length, size] of the batch of q, which is ", shape(q));
   TILEWRIGHT_CHECK(t.scalar_type() == q.scalar_type(), name, " must be of the dtype of q");
-  return {t.const_data_ptr(), t.size(3), t.stride(0), t.stride(1), t.stride(2)};
+  return {checked_data(t, name), t.size(3), t.stride(0), t.stride(1), t.stride(2)};
 }
 
 // With consecutive elements in each row, a copy if need be.
@@ -24,6 +24,7 @@ Tensor in_rows(const Tensor& t) {
 }
 
 Tensor attend(const Tensor& queries, const Tensor& keys, const Tensor& values, double scale) {
+  check_memory(queries, "q"), check_memory(keys, "key"), check_memory(values, "value");
   const Tensor q = in_rows(queries), key = in_rows(keys), value = in_rows(values);
   TILEWRIGHT_CHECK(q.dim() == 4 && q.size(2) == 1, "q must be [batch, heads, 1, size], it is ", shape(q));
   Attention p{};
@@ -44,7 +45,7 @@ Tensor attend(const Tensor& queries, const Tensor& keys, const Tensor& values, d
   p.chunk = std::min(p.length, kChunk);
   p.chunks = ceil_div(p.length, kChunk);
   p.parts = static_cast<float*>(
-      scratch(Scratch::shared, size_t(p.batch * p.heads * p.chunks * p.part_size()) * sizeof(float)));
+      scratch(Scratch::shared, size_t(checked_product({p.batch, p.heads, p.chunks, p.part_size(), sizeof(float)}))));
   const Isa& isa = tilewright::isa();
   // A thread is worth its start for about 2^16 products.
   const int64_t grain = 1 + (int64_t(1) << 16) / (p.group() * p.chunk * (p.key.size + p.value.size));

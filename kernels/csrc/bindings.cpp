@@ -16,25 +16,32 @@
 namespace tilewright {
 namespace {
 
+const uint8_t* contiguous_bytes(const Tensor& t, const char* name, ScalarType type, const char* type_name) {
+  return static_cast<const uint8_t*>(contiguous_data(t, name, type, type_name));
+}
+
+const float* contiguous_floats(const Tensor& t, const char* name) {
+  return static_cast<const float*>(contiguous_data(t, name, ScalarType::Float, "float32"));
+}
+
 const float* checked_bias(const std::optional<Tensor>& bias, int64_t n) {
   if (!bias) return nullptr;
-  check_contiguous(*bias, "bias", ScalarType::Float, "float32");
   TILEWRIGHT_CHECK(bias->numel() == n, "bias has ", bias->numel(), " elements, n is ", n);
-  return static_cast<const float*>(bias->const_data_ptr());
+  return contiguous_floats(*bias, "bias");
 }
 
 // x as rows: sizes, pointer and stride; `rows` keeps a copy alive where one was needed.
 Linear problem(Kind kind, const Tensor& x, int64_t n, Tensor& rows) {
   TILEWRIGHT_CHECK(x.dim() >= 1 && x.size(-1) > 0, "x must have at least one dimension and one column, its shape is ",
                    shape(x));
-  TILEWRIGHT_CHECK(n >= 0, "n is ", n);
   Linear p{};
   p.kind = kind;
   p.dtype = float_type(x);
-  p.n = n;
-  p.k = x.size(-1);
+  p.n = checked_size(n, "n");
+  p.k = checked_size(x.size(-1), "the last size of x");
   p.m = x.numel() / p.k;
   p.padded_k = round_up(p.k, 32);
+  TILEWRIGHT_CHECK(p.m <= (int64_t(1) << 56) / (p.k + p.n + 128), "x has ", p.m, " rows, which is too many");
   std::tie(rows, p.x_stride) = rows_of(x);
   p.x = rows.const_data_ptr();
   return p;
@@ -47,7 +54,6 @@ void check_rows(Linear& p, const Tensor& weight, int64_t columns) {
   const int64_t unit = p.kind == Kind::int8 ? 32 : 16;
   TILEWRIGHT_CHECK(p.stored_n >= p.n && p.stored_n < p.n + 32 && p.stored_n % unit == 0, "weight has ", p.stored_n,
                    " packed rows, n = ", p.n, " needs ", round_up(p.n, 32));
-  p.weight = static_cast<const uint8_t*>(weight.const_data_ptr());
 }
 
 // Every worker has a run of consecutive tasks, whose rows its cache keeps, and then helps the others with theirs.
@@ -72,8 +78,8 @@ void compute_together(const Isa& isa, const Linear& p, int64_t tasks) {
   });
 }
 
-Tensor run(Linear& p, const Tensor& x, const Tensor* out) {
-  Tensor y = result(x, p.n, out);
+Tensor run(Linear& p, const Tensor& x, const Tensor* out, Inputs inputs) {
+  Tensor y = result(x, p.n, out, inputs);
   if (p.m == 0 || p.n == 0) return y;
   p.y = y.mutable_data_ptr();
   p.threads = int32_t(torch::stable::get_num_threads());
@@ -109,69 +115,69 @@ Tensor run(Linear& p, const Tensor& x, const Tensor* out) {
 Tensor linear_bf16(const Tensor* out, const Tensor& x, const Tensor& weight, int64_t n, std::optional<Tensor> bias) {
   Tensor rows;
   Linear p = problem(Kind::bf16, x, n, rows);
-  check_contiguous(weight, "weight", ScalarType::BFloat16, "bfloat16");
+  p.weight = contiguous_bytes(weight, "weight", ScalarType::BFloat16, "bfloat16");
   check_rows(p, weight, p.padded_k);
   p.bias = checked_bias(bias, n);
-  return run(p, x, out);
+  return run(p, x, out, {&weight, pointer(bias)});
 }
 
 Tensor linear_int8(const Tensor* out, const Tensor& x, const Tensor& weight, const Tensor& scale, int64_t n,
                    std::optional<Tensor> bias) {
   Tensor rows;
   Linear p = problem(Kind::int8, x, n, rows);
-  check_contiguous(weight, "weight", ScalarType::Char, "int8");
+  p.weight = contiguous_bytes(weight, "weight", ScalarType::Char, "int8");
   check_rows(p, weight, p.padded_k + 4);
-  check_contiguous(scale, "scale", ScalarType::Float, "float32");
+  p.scale = contiguous_floats(scale, "scale");
   TILEWRIGHT_CHECK(scale.numel() == p.stored_n || scale.numel() == n, "scale has ", scale.numel(),
                    " elements, weight has ", p.stored_n, " packed rows");
-  p.scale = static_cast<const float*>(scale.const_data_ptr());
   p.bias = checked_bias(bias, n);
-  return run(p, x, out);
+  return run(p, x, out, {&weight, &scale, pointer(bias)});
 }
 
 Tensor linear_fp8(const Tensor* out, const Tensor& x, const Tensor& weight, const Tensor& scale, int64_t n,
                   std::optional<Tensor> bias) {
   Tensor rows;
   Linear p = problem(Kind::fp8, x, n, rows);
-  check_contiguous(weight, "weight", ScalarType::Float8_e4m3fn, "float8_e4m3fn");
+  p.weight = contiguous_bytes(weight, "weight", ScalarType::Float8_e4m3fn, "float8_e4m3fn");
   check_rows(p, weight, p.padded_k);
-  check_contiguous(scale, "scale", ScalarType::Float, "float32");
-  const int64_t scale_rows = (n + 127) / 128, scale_columns = (p.k + 127) / 128;
+  p.scale = contiguous_floats(scale, "scale");
+  const int64_t scale_rows = ceil_div(n, 128), scale_columns = ceil_div(p.k, 128);
   TILEWRIGHT_CHECK(scale.dim() == 2 && scale.size(0) == scale_rows && scale.size(1) == scale_columns, "scale is ",
                    shape(scale), ", a weight of ", n, " x ", p.k, " needs [", scale_rows, ", ", scale_columns, "]");
-  p.scale = static_cast<const float*>(scale.const_data_ptr());
   p.bias = checked_bias(bias, n);
-  return run(p, x, out);
+  return run(p, x, out, {&weight, &scale, pointer(bias)});
 }
 
 Tensor linear_int4(const Tensor* out, const Tensor& x, const Tensor& weight, const Tensor& zeros, const Tensor& scale,
                    int64_t n, std::optional<Tensor> bias, bool int8_activations) {
   Tensor rows;
   Linear p = problem(int8_activations ? Kind::int4_int8 : Kind::int4_bf16, x, n, rows);
-  check_contiguous(weight, "weight", ScalarType::Byte, "uint8");
-  check_contiguous(zeros, "zeros", ScalarType::Char, "int8");
-  check_contiguous(scale, "scale", ScalarType::Float, "float32");
+  p.weight = contiguous_bytes(weight, "weight", ScalarType::Byte, "uint8");
+  p.zeros = static_cast<const int8_t*>(contiguous_data(zeros, "zeros", ScalarType::Char, "int8"));
+  p.scale = contiguous_floats(scale, "scale");
   TILEWRIGHT_CHECK(weight.dim() == 3, "weight must have three dimensions, it is ", shape(weight));
-  const int64_t blocks = (n + 31) / 32, groups = weight.size(1);
+  const int64_t blocks = ceil_div(n, 32), groups = weight.size(1);
   p.group = (weight.size(2) - 128) / 16;
   TILEWRIGHT_CHECK((p.group == 32 || p.group == 64 || p.group == 128) && weight.size(2) == p.group * 16 + 128,
                    "weight is ", shape(weight), ", its last size must be 16 * group + 128, the group 32, 64 or 128");
-  TILEWRIGHT_CHECK(weight.size(0) == blocks && groups == (p.k + p.group - 1) / p.group, "weight is ", shape(weight),
-                   ", ", n, " x ", p.k, " in groups of ", p.group, " needs [", blocks, ", ",
-                   (p.k + p.group - 1) / p.group, ", ", p.group * 16 + 128, "]");
+  TILEWRIGHT_CHECK(weight.size(0) == blocks && groups == ceil_div(p.k, p.group), "weight is ", shape(weight), ", ", n,
+                   " x ", p.k, " in groups of ", p.group, " needs [", blocks, ", ", ceil_div(p.k, p.group), ", ",
+                   p.group * 16 + 128, "]");
   for (const Tensor* t : {&zeros, &scale})
     TILEWRIGHT_CHECK(t->dim() == 3 && t->size(0) == blocks && t->size(1) == groups && t->size(2) == 32,
                      "zeros and scale must be [", blocks, ", ", groups, ", 32], one is ", shape(*t));
   p.stored_n = blocks * 32;
   p.padded_k = groups * p.group;
-  p.weight = static_cast<const uint8_t*>(weight.const_data_ptr());
-  p.zeros = static_cast<const int8_t*>(zeros.const_data_ptr());
-  p.scale = static_cast<const float*>(scale.const_data_ptr());
   p.bias = checked_bias(bias, n);
-  return run(p, x, out);
+  return run(p, x, out, {&weight, &zeros, &scale, pointer(bias)});
 }
 
 std::string isa_name() { return isa().name; }
+
+void checked_blocking(std::vector<int64_t> fields) {
+  const std::string problem = tilewright::select_blocking(std::move(fields));
+  TILEWRIGHT_CHECK(problem.empty(), problem);
+}
 
 }  // namespace
 }  // namespace tilewright
@@ -210,5 +216,5 @@ STABLE_TORCH_LIBRARY_IMPL(tilewright, CompositeExplicitAutograd, m) {
   m.impl("isa", TORCH_BOX(&tilewright::isa_name));
   m.impl("isa_report", TORCH_BOX(&tilewright::report));
   m.impl("select_isa", TORCH_BOX(&tilewright::select));
-  m.impl("select_blocking", TORCH_BOX(&tilewright::select_blocking));
+  m.impl("select_blocking", TORCH_BOX(&tilewright::checked_blocking));
 }

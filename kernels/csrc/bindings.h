@@ -1,10 +1,12 @@
 // What the operators share: checks with messages, and conversions from torch's types.
 #pragma once
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <initializer_list>
 #include <optional>
 #include <string>
 #include <utility>
@@ -34,12 +36,56 @@ inline Float float_type(const Tensor& x, const char* name = "x") {
   return type == ScalarType::Float ? Float::f32 : type == ScalarType::BFloat16 ? Float::bf16 : Float::f16;
 }
 
-inline void check_contiguous(const Tensor& t, const char* name, ScalarType type, const char* type_name) {
+// Sizes above this are no layer of a model. Below it, products of two sizes and an element's bytes fit into 63 bits.
+constexpr int64_t kMostSize = int64_t(1) << 30;
+
+inline int64_t checked_size(int64_t size, const char* name) {
+  TILEWRIGHT_CHECK(size >= 0 && size <= kMostSize, name, " is ", size, ", it must be 0 to ", kMostSize);
+  return size;
+}
+
+// Product of sizes that no tensor vouches for, such as those of rows that lie at the same place.
+inline int64_t checked_product(std::initializer_list<int64_t> sizes) {
+  int64_t product = 1;
+  for (int64_t size : sizes)
+    TILEWRIGHT_CHECK(!__builtin_mul_overflow(product, size, &product), "the sizes of a problem are too large");
+  return product;
+}
+
+// The bytes from the first to behind the last element.
+inline int64_t extent_bytes(const Tensor& t) {
+  const auto sizes = t.sizes(), strides = t.strides();
+  int64_t last = 0;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] == 0) return 0;
+    last += (sizes[i] - 1) * strides[i];
+  }
+  return (last + 1) * int64_t(t.element_size());
+}
+
+// Before an operator reads a tensor: it must be on the CPU, and its storage, which can be freed or made smaller below
+// the tensor, must hold all of its elements.
+inline void check_memory(const Tensor& t, const char* name) {
+  TILEWRIGHT_CHECK(t.is_cpu(), name, " must be on the CPU");
+  int64_t storage = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(t.get(), &storage));
+  TILEWRIGHT_CHECK(t.storage_offset() * int64_t(t.element_size()) + extent_bytes(t) <= storage, name, " is ", shape(t),
+                   ", its storage of ", storage, " bytes ends before its last element");
+}
+
+inline const void* checked_data(const Tensor& t, const char* name) {
+  check_memory(t, name);
+  return t.const_data_ptr();
+}
+
+inline const void* contiguous_data(const Tensor& t, const char* name, ScalarType type, const char* type_name) {
   TILEWRIGHT_CHECK(t.scalar_type() == type && t.is_contiguous(), name, " must be a contiguous ", type_name, " tensor");
+  return checked_data(t, name);
 }
 
 // The rows of x [..., k] and how many elements lie from one to the next: x itself, a copy where its strides say no.
 inline std::pair<Tensor, int64_t> rows_of(const Tensor& x) {
+  check_memory(x, "x");
   const int64_t k = x.size(-1);
   Tensor rows = x.dim() == 2 || x.is_contiguous() ? x : torch::stable::reshape(x, {x.numel() / k, k});
   if (rows.stride(-1) != 1 && k != 1) rows = torch::stable::contiguous(rows);
@@ -47,17 +93,22 @@ inline std::pair<Tensor, int64_t> rows_of(const Tensor& x) {
   return {std::move(rows), stride};
 }
 
-// The addresses from the first to behind the last element.
-inline std::pair<uintptr_t, uintptr_t> extent(const Tensor& t) {
-  const int64_t size = float_type(t, "out") == Float::f32 ? 4 : 2;
-  int64_t last = 0;
-  for (int64_t i = 0; i < t.dim(); ++i) last += (t.size(i) - 1) * t.stride(i);
-  const auto begin = reinterpret_cast<uintptr_t>(t.const_data_ptr());
-  return {begin, t.numel() ? begin + uintptr_t((last + 1) * size) : begin};
+// Inputs that a result must not overwrite while they are read. Null or empty ones are none.
+using Inputs = std::initializer_list<const Tensor*>;
+inline const Tensor* pointer(const std::optional<Tensor>& t) { return t ? &*t : nullptr; }
+
+inline void check_apart(const Tensor& out, Inputs inputs) {
+  const auto begin = reinterpret_cast<uintptr_t>(out.const_data_ptr()), end = begin + uintptr_t(extent_bytes(out));
+  for (const Tensor* input : inputs) {
+    if (!input) continue;
+    const auto from = reinterpret_cast<uintptr_t>(input->const_data_ptr()), to = from + uintptr_t(extent_bytes(*input));
+    TILEWRIGHT_CHECK(begin == end || from == to || end <= from || to <= begin, "out must not share memory with x, a ",
+                     "weight, its scales or zero points, a bias or routing");
+  }
 }
 
 // The tensor of a result, x with `columns` in the place of its last size: new, or what the caller gave for it.
-inline Tensor result(const Tensor& x, int64_t columns, const Tensor* out) {
+inline Tensor result(const Tensor& x, int64_t columns, const Tensor* out, Inputs inputs) {
   std::vector<int64_t> sizes;
   for (int64_t i = 0; i + 1 < x.dim(); ++i) sizes.push_back(x.size(i));
   sizes.push_back(columns);
@@ -66,9 +117,9 @@ inline Tensor result(const Tensor& x, int64_t columns, const Tensor* out) {
   for (int64_t i = 0; fits && i < x.dim(); ++i) fits = out->size(i) == sizes[size_t(i)];
   TILEWRIGHT_CHECK(fits, "out is ", shape(*out), ", it must be contiguous, of the dtype of x, and x is ", shape(x),
                    " and has ", columns, " columns in the result");
-  const auto [begin, end] = extent(*out);
-  const auto [x_begin, x_end] = extent(x);
-  TILEWRIGHT_CHECK(end <= x_begin || x_end <= begin, "out must not share memory with x");
+  check_memory(*out, "out");
+  check_apart(*out, {&x});
+  check_apart(*out, inputs);
   return *out;
 }
 

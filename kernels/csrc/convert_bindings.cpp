@@ -1,23 +1,15 @@
 // The torch operators of conversion: checks, memory and threads around the loops of cpu/convert.
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
-
 #include <algorithm>
 #include <cstring>
 #include <string>
 #include <vector>
 
-#include "check.h"
+#include "bindings.h"
 #include "cpu/convert/table.h"
 #include "cpu/dispatch.h"
 
 namespace tilewright {
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 // These loops know three instruction sets; the others contain one of them.
 const Convert& convert() {
@@ -39,26 +31,30 @@ ScalarType type_of(Code code) {
   return code == Code::fp8 ? ScalarType::Float8_e4m3fn : code == Code::int8 ? ScalarType::Char : ScalarType::Byte;
 }
 
+constexpr int64_t kMostBlock = 1 << 16;  // rows or columns that share a scale, where a matrix has fewer of them
+
+int64_t checked_block(int64_t block, int64_t size, const char* what) {
+  TILEWRIGHT_CHECK(block >= 0 && block <= std::max(size, kMostBlock), "blocks of ", block, " ", what,
+                   ": give 0 for all, or at most ", std::max(size, kMostBlock));
+  return block ? block : size;
+}
+
 Blocks blocks_of(const Tensor& x, int64_t block_n, int64_t block_k) {
   TILEWRIGHT_CHECK(x.dim() == 2 && x.size(0) > 0 && x.size(1) > 0, "a matrix with elements is needed");
   TILEWRIGHT_CHECK(x.stride(1) == 1 || x.size(1) == 1, "the elements of a row must lie side by side");
   Blocks b{};
-  b.data = x.const_data_ptr();
-  b.n = x.size(0);
-  b.k = x.size(1);
+  b.data = checked_data(x, "the matrix");
+  b.n = checked_size(x.size(0), "the number of rows");
+  b.k = checked_size(x.size(1), "the number of columns");
   b.stride = x.stride(0);
-  b.block_n = block_n ? block_n : b.n;
-  b.block_k = block_k ? block_k : b.k;
-  TILEWRIGHT_CHECK(b.block_n > 0 && b.block_k > 0, "blocks are ", block_n, " x ", block_k);
+  b.block_n = checked_block(block_n, b.n, "rows");
+  b.block_k = checked_block(block_k, b.k, "columns");
   return b;
 }
 
 Blocks weight_of(const Tensor& weight, int64_t block_n, int64_t block_k) {
   Blocks b = blocks_of(weight, block_n, block_k);
-  const ScalarType type = weight.scalar_type();
-  TILEWRIGHT_CHECK(type == ScalarType::Float || type == ScalarType::BFloat16 || type == ScalarType::Half,
-                   "weight must be float32, bfloat16 or float16");
-  b.dtype = type == ScalarType::Float ? Float::f32 : type == ScalarType::BFloat16 ? Float::bf16 : Float::f16;
+  b.dtype = float_type(weight, "weight");
   return b;
 }
 
@@ -66,7 +62,7 @@ const float* checked_scales(const Tensor& scales, const Blocks& b, int64_t rows)
   TILEWRIGHT_CHECK(scales.scalar_type() == ScalarType::Float && scales.is_contiguous() && scales.dim() == 2 &&
                        scales.size(0) >= rows && scales.size(1) == b.columns(),
                    "scales must be contiguous float32 [", rows, ", ", b.columns(), "]");
-  return static_cast<const float*>(scales.const_data_ptr());
+  return static_cast<const float*>(checked_data(scales, "scales"));
 }
 
 // A thread is worth its start for about 2^16 numbers.
@@ -122,7 +118,7 @@ Tensor scale_codes(const Tensor& codes, const Tensor& scales, const std::string&
   const Blocks b = blocks_of(codes, block_n, block_k);
   const Code code = code_of(name);
   TILEWRIGHT_CHECK(codes.scalar_type() == type_of(code), "codes do not have the dtype of `", name, "`");
-  TILEWRIGHT_CHECK(row0 >= 0, "row0 is ", row0);
+  checked_size(row0, "row0");
   const float* s = checked_scales(scales, b, (row0 + b.n - 1) / b.block_n + 1);
   Tensor out = empty(codes, {b.n, b.k}, ScalarType::Float);
   convert().scale_codes(&b, s, code, row0, static_cast<float*>(out.mutable_data_ptr()));
@@ -137,7 +133,7 @@ Tensor join_nibbles(const Tensor& codes) {
   for (int64_t i = 0; i < codes.dim(); ++i) sizes.push_back(codes.size(i));
   sizes.back() /= 2;
   Tensor out = empty(codes, sizes, ScalarType::Byte);
-  convert().join_nibbles(static_cast<const uint8_t*>(codes.const_data_ptr()), out.numel(),
+  convert().join_nibbles(static_cast<const uint8_t*>(checked_data(codes, "codes")), out.numel(),
                          static_cast<uint8_t*>(out.mutable_data_ptr()));
   return out;
 }
@@ -146,14 +142,17 @@ Tensor split_nibbles(const Tensor& joined, int64_t flip) {
   TILEWRIGHT_CHECK(joined.scalar_type() == ScalarType::Byte && joined.is_contiguous() && joined.dim() >= 1,
                    "joined must be contiguous uint8");
   TILEWRIGHT_CHECK(flip >= 0 && flip < 16, "flip is ", flip);
+  TILEWRIGHT_CHECK(joined.size(-1) < INT64_MAX / 2, "joined has too many columns");
   std::vector<int64_t> sizes;
   for (int64_t i = 0; i < joined.dim(); ++i) sizes.push_back(joined.size(i));
   sizes.back() *= 2;
   Tensor out = empty(joined, sizes, ScalarType::Byte);
-  convert().split_nibbles(static_cast<const uint8_t*>(joined.const_data_ptr()), joined.numel(), uint8_t(flip),
+  convert().split_nibbles(static_cast<const uint8_t*>(checked_data(joined, "joined")), joined.numel(), uint8_t(flip),
                           static_cast<uint8_t*>(out.mutable_data_ptr()));
   return out;
 }
+
+constexpr int64_t kMostPadding = 256;  // columns
 
 // [parts, n, columns] of 1- or 2-byte codes.
 Words words_of(const Tensor& codes, int64_t columns) {
@@ -162,10 +161,11 @@ Words words_of(const Tensor& codes, int64_t columns) {
   const ScalarType type = codes.scalar_type();
   TILEWRIGHT_CHECK(type == ScalarType::Byte || type == ScalarType::Char || type == ScalarType::Short,
                    "codes must be uint8, int8 or int16");
-  TILEWRIGHT_CHECK(columns >= codes.size(2), "columns is ", columns, ", codes have ", codes.size(2));
+  TILEWRIGHT_CHECK(columns >= codes.size(2) && columns - codes.size(2) < kMostPadding, "columns is ", columns,
+                   ", codes have ", codes.size(2), " and are padded by less than ", kMostPadding);
   const int64_t bytes = type == ScalarType::Short ? 2 : 1;
   Words w{};
-  w.data = static_cast<const uint8_t*>(codes.const_data_ptr());
+  w.data = static_cast<const uint8_t*>(checked_data(codes, "codes"));
   w.parts = codes.size(0);
   w.n = codes.size(1);
   w.row_bytes = codes.size(2) * bytes;
@@ -195,8 +195,9 @@ Tensor pack_words(const Tensor& codes, int64_t columns, int64_t word, bool compe
 }
 
 Tensor pack_int4(const Tensor& codes, const Tensor& zeros, int64_t block_k, int64_t group) {
-  TILEWRIGHT_CHECK((block_k == 32 || block_k == 64 || block_k == 128) && group % block_k == 0 && group > 0,
-                   "blocks of ", block_k, " columns in groups of ", group);
+  TILEWRIGHT_CHECK(
+      (block_k == 32 || block_k == 64 || block_k == 128) && group % block_k == 0 && group > 0 && group <= kMostBlock,
+      "blocks of ", block_k, " columns in groups of ", group);
   TILEWRIGHT_CHECK(codes.scalar_type() == ScalarType::Byte && codes.dim() == 3, "codes must be uint8 [parts, n, k]");
   const int64_t column_blocks = (codes.size(2) + block_k - 1) / block_k;
   const Words w = words_of(codes, column_blocks * block_k);
@@ -206,7 +207,7 @@ Tensor pack_int4(const Tensor& codes, const Tensor& zeros, int64_t block_k, int6
       "zeros must be contiguous uint8 [", w.parts, ", ", w.n, ", ", groups, "]");
   Tensor out = empty(codes, {w.blocks(), column_blocks, block_k * 16 + 128}, ScalarType::Byte);
   auto* data = static_cast<uint8_t*>(out.mutable_data_ptr());
-  const auto* z = static_cast<const uint8_t*>(zeros.const_data_ptr());
+  const auto* z = static_cast<const uint8_t*>(checked_data(zeros, "zeros"));
   const Convert& c = convert();
   parallel_blocks(w, [&](int64_t begin, int64_t end) { c.pack_int4(&w, z, block_k, group, begin, end, data); });
   return out;

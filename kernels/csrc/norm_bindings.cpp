@@ -26,7 +26,7 @@ Tensor rms_norm(const Tensor& x, const Tensor& weight, double epsilon) {
   Tensor y = torch::stable::new_empty(x, sizes, p.y_dtype == p.dtype ? x.scalar_type() : ScalarType::Float);
   p.x = rows.const_data_ptr();
   p.x_stride = stride;
-  p.weight = weight.const_data_ptr();
+  p.weight = checked_data(weight, "weight");
   p.y = y.mutable_data_ptr();
   const Isa& isa = tilewright::isa();
   torch::stable::parallel_for(0, x.numel() / p.k, 1 + (int64_t(1) << 15) / p.k, [&](int64_t begin, int64_t end) {

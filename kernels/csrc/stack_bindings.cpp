@@ -53,9 +53,8 @@ void check_sizes(const Tensor& t, const std::string& name, const std::vector<int
 const void* checked(const Optional& t, const std::string& name, ScalarType type, const char* type_name,
                     const std::vector<int64_t>& sizes) {
   TILEWRIGHT_CHECK(t, name, " is missing");
-  check_contiguous(*t, name.c_str(), type, type_name);
   check_sizes(*t, name, sizes);
-  return t->const_data_ptr();
+  return contiguous_data(*t, name.c_str(), type, type_name);
 }
 
 void check_absent(const Optional& t, const std::string& name) {
@@ -67,10 +66,10 @@ Stack stack_of(Kind kind, const Weights& w, int64_t experts, int64_t parts, int6
   Stack s{};
   Linear& p = s.first;
   const std::string name = w.name;
-  p.kind = kind, p.n = n, p.k = k;
+  p.kind = kind, p.n = checked_size(n, "the number of columns of the result"), p.k = checked_size(k, "the size of x");
   p.stored_n = round_up(n, kBlockN), p.padded_k = round_up(k, 32);
-  p.weight = static_cast<const uint8_t*>(w.weight.const_data_ptr());
   TILEWRIGHT_CHECK(w.weight.is_contiguous(), name, " must be contiguous");
+  p.weight = static_cast<const uint8_t*>(checked_data(w.weight, w.name));
   if (w.bias) {
     p.bias =
         static_cast<const float*>(checked(w.bias, name + "_bias", ScalarType::Float, "float32", {experts, parts * n}));
@@ -130,7 +129,8 @@ Gate gate_of(const std::string& name, double alpha, double limit) {
 Experts problem(const Tensor& x, const Weights& w13, const Weights& w2, int64_t experts, int64_t inner,
                 bool int8_activations, Tensor& rows) {
   TILEWRIGHT_CHECK(x.dim() == 2 && x.size(1) > 0, "x must be [tokens, hidden], it is ", shape(x));
-  TILEWRIGHT_CHECK(inner > 0, "inner is ", inner);
+  TILEWRIGHT_CHECK(inner > 0 && inner <= kMostSize, "inner is ", inner, ", it must be 1 to ", kMostSize);
+  check_memory(x, "x");
   const Kind kind = kind_of(w13.weight, int8_activations);
   TILEWRIGHT_CHECK(kind_of(w2.weight, int8_activations) == kind, "w13 and w2 must be packed in the same kind");
   Experts e{};
@@ -186,7 +186,7 @@ std::vector<int32_t> local_experts(const Tensor& ids, int64_t first, int64_t exp
   const Id* id = static_cast<const Id*>(ids.const_data_ptr());
   std::vector<int32_t> local(size_t(ids.numel()));
   for (size_t i = 0; i < local.size(); ++i)
-    local[i] = id[i] >= first && id[i] < first + experts ? int32_t(id[i] - first) : -1;
+    local[i] = id[i] >= first && id[i] - first < experts ? int32_t(id[i] - first) : -1;
   return local;
 }
 
@@ -206,15 +206,18 @@ Tensor fused_experts(const Tensor* out, const Tensor& x, const Tensor& topk_weig
                    x.size(0), " tokens");
   TILEWRIGHT_CHECK(shape(topk_weights) == shape(topk_ids), "topk_weights is ", shape(topk_weights), ", topk_ids is ",
                    shape(topk_ids));
-  check_contiguous(topk_weights, "topk_weights", ScalarType::Float, "float32");
+  const auto* weights =
+      static_cast<const float*>(contiguous_data(topk_weights, "topk_weights", ScalarType::Float, "float32"));
   const bool wide = topk_ids.scalar_type() == ScalarType::Long;
   TILEWRIGHT_CHECK((wide || topk_ids.scalar_type() == ScalarType::Int) && topk_ids.is_contiguous(),
                    "topk_ids must be a contiguous int32 or int64 tensor");
+  check_memory(topk_ids, "topk_ids");
   TILEWRIGHT_CHECK(first_expert >= 0, "first_expert is ", first_expert);
   const std::vector<int32_t> ids = wide ? local_experts<int64_t>(topk_ids, first_expert, experts)
                                         : local_experts<int32_t>(topk_ids, first_expert, experts);
-  Tensor y = result(x, x.size(1), out);
-  const auto* weights = static_cast<const float*>(topk_weights.const_data_ptr());
+  Tensor y = result(x, x.size(1), out,
+                    {&topk_weights, &topk_ids, &w13, &w2, pointer(w13_scale), pointer(w2_scale), pointer(w13_zeros),
+                     pointer(w2_zeros), pointer(w13_bias), pointer(w2_bias)});
   run(e, experts, {ids.data(), weights, x.size(0), topk_ids.size(1)}, y);
   return y;
 }
@@ -226,7 +229,7 @@ std::vector<float> gate_weights(const Optional& gate, int64_t tokens) {
   TILEWRIGHT_CHECK(gate->numel() == tokens && gate->is_contiguous(), "gate is ", shape(*gate), ", it must be [", tokens,
                    ", 1] and contiguous");
   const Float type = float_type(*gate, "gate");
-  const void* p = gate->const_data_ptr();
+  const void* p = checked_data(*gate, "gate");
   for (size_t t = 0; t < weights.size(); ++t) {
     const float logit = type == Float::f32    ? static_cast<const float*>(p)[t]
                         : type == Float::bf16 ? bf16_to_float(static_cast<const uint16_t*>(p)[t])
@@ -241,6 +244,7 @@ Tensor shared_expert(const Tensor* out, const Tensor& x, const Tensor& w13, cons
                      Optional w2_bias, Optional fused_out, Optional gate, double fused_scale,
                      const std::string& activation, double alpha, double limit, bool int8_activations) {
   TILEWRIGHT_CHECK(x.dim() >= 2 && x.size(-1) > 0, "x must be [..., hidden], it is ", shape(x));
+  check_memory(x, "x");
   const int64_t tokens = x.numel() / x.size(-1);
   const Tensor flat = x.dim() == 2 ? x : torch::stable::reshape(x, {tokens, x.size(-1)});
   Tensor rows;
@@ -252,30 +256,33 @@ Tensor shared_expert(const Tensor* out, const Tensor& x, const Tensor& w13, cons
     TILEWRIGHT_CHECK(fused_out->scalar_type() == x.scalar_type() && fused_out->is_contiguous(),
                      "fused_out must be contiguous and of the dtype of x");
     TILEWRIGHT_CHECK(shape(*fused_out) == shape(x), "fused_out is ", shape(*fused_out), ", x is ", shape(x));
-    e.add = fused_out->const_data_ptr();
+    e.add = checked_data(*fused_out, "fused_out");
   }
   const std::vector<int32_t> ids(size_t(tokens), 0);
   const std::vector<float> weights = gate_weights(gate, tokens);
-  Tensor y = result(x, x.size(-1), out);
+  Tensor y = result(x, x.size(-1), out,
+                    {&w13, &w2, pointer(w13_scale), pointer(w2_scale), pointer(w13_zeros), pointer(w2_zeros),
+                     pointer(w13_bias), pointer(w2_bias), pointer(gate)});
+  if (out && fused_out && out->const_data_ptr() != fused_out->const_data_ptr()) check_apart(*out, {pointer(fused_out)});
   run(e, 1, {ids.data(), weights.data(), tokens, 1}, y);
   return y;
 }
 
 // Some rows of one matrix of a batch, from activations to y, on one thread.
-void multiply_rows(Linear p) {
-  const Blocking cut = blocking();
+void multiply_rows(const Isa& isa, const Blocking& cut, Linear p) {
   p.threads = 1;
-  isa().plan(&p, &cut);
+  isa.plan(&p, &cut);
   const size_t activations = size_t(round_up(int64_t(p.activation_bytes), 64));
   auto* memory = static_cast<uint8_t*>(scratch(Scratch::own, activations + std::max(p.prepare_bytes, p.task_bytes)));
   p.activations = reinterpret_cast<uint32_t*>(memory);
-  isa().prepare(&p, 0, p.m, memory + activations);
-  isa().compute(&p, 0, p.row_tasks * p.block_tasks, memory + activations);
+  isa.prepare(&p, 0, p.m, memory + activations);
+  isa.compute(&p, 0, p.row_tasks * p.block_tasks, memory + activations);
 }
 
 Tensor bmm(const Tensor& a, const Tensor& weight, int64_t n, Optional scale) {
   TILEWRIGHT_CHECK(a.dim() == 3 && a.size(2) > 0, "a must be [batch, rows, columns], it is ", shape(a));
   TILEWRIGHT_CHECK(n > 0, "n is ", n);
+  check_memory(a, "a");
   const int64_t batch = a.size(0), m = a.size(1), k = a.size(2);
   const Kind kind = kind_of(weight, false);
   TILEWRIGHT_CHECK(kind == Kind::bf16 || kind == Kind::fp8, "weight must be packed in bfloat16 or float8_e4m3fn");
@@ -288,6 +295,8 @@ Tensor bmm(const Tensor& a, const Tensor& weight, int64_t n, Optional scale) {
   const void* const x = rows.const_data_ptr();
   void* const out = y.mutable_data_ptr();
   constexpr int64_t kTileRows = 192;  // a multiple of every instruction set's groups
+  const Isa& isa = tilewright::isa();
+  const Blocking cut = blocking();
   const int64_t tiles = ceil_div(m, kTileRows), grain = 1 + (int64_t(1) << 16) / (std::min(m, kTileRows) * n * k);
   torch::stable::parallel_for(0, batch * tiles, grain, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
@@ -298,7 +307,7 @@ Tensor bmm(const Tensor& a, const Tensor& weight, int64_t n, Optional scale) {
       p.m = std::min(kTileRows, m - row);
       p.x = offset(x, b * rows.stride(0) + row * p.x_stride, p.dtype);
       p.y = const_cast<void*>(offset(out, (b * m + row) * n, p.dtype));
-      multiply_rows(p);
+      multiply_rows(isa, cut, p);
     }
   });
   return y;

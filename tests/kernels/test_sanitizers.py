@@ -17,7 +17,7 @@ import pytest
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 SUITES = (
-    *(f"ops/test_{name}.py" for name in ("linear", "bmm", "experts", "attention", "convert")),
+    *(f"ops/test_{name}.py" for name in ("linear", "bmm", "experts", "attention", "convert", "wrong_calls")),
     "modules/test_mlp.py",
     "modules/test_norms.py",
 )

@@ -24,6 +24,24 @@ const Candidate kCandidates[] = {
     {&tilewright_isa_portable, nullptr, false},           {&tilewright_isa_amx_emu, nullptr, true},
 };
 
+// What the fields may be: the drivers count on whole packed columns, steps of tiles and cache lines.
+struct Field {
+  const char* name;
+  int64_t Blocking::* field;
+  int64_t unit, least;
+};
+constexpr int64_t kMostField = int64_t(1) << 30;
+constexpr Field kFields[] = {
+    {"bf16_chunk", &Blocking::bf16_chunk, 128, 128},
+    {"int8_chunk", &Blocking::int8_chunk, 128, 128},
+    {"streaming_bytes", &Blocking::streaming_bytes, 1, 0},
+    {"task_rows", &Blocking::task_rows, 1, 1},
+    {"task_blocks", &Blocking::task_blocks, 1, 1},
+    {"weights_ahead", &Blocking::weights_ahead, 64, 0},
+    {"turn", &Blocking::turn, 64, 0},
+    {"joint_blocks", &Blocking::joint_blocks, 1, 1},
+};
+
 const char* reason(const Candidate& c) { return c.missing ? features().*c.missing : nullptr; }
 
 const Isa* best() {
@@ -66,14 +84,22 @@ std::string select(const std::string& name) {
 Blocking blocking() {
   Blocking b = *isa().blocking;
   const std::vector<int64_t>& fields = overrides();
-  int64_t* const own[] = {&b.bf16_chunk,    &b.int8_chunk, &b.streaming_bytes, &b.task_rows, &b.task_blocks,
-                          &b.weights_ahead, &b.turn,       &b.joint_blocks};
-  for (size_t i = 0; i < std::size(own) && i < fields.size(); ++i)
-    if (fields[i] >= 0) *own[i] = fields[i];
+  for (size_t i = 0; i < fields.size(); ++i)
+    if (fields[i] >= 0) b.*kFields[i].field = fields[i];
   return b;
 }
 
-void select_blocking(std::vector<int64_t> fields) { overrides() = std::move(fields); }
+std::string select_blocking(std::vector<int64_t> fields) {
+  if (fields.size() > std::size(kFields)) return "there are " + std::to_string(std::size(kFields)) + " fields";
+  for (size_t i = 0; i < fields.size(); ++i) {
+    const auto& [name, field, unit, least] = kFields[i];
+    if (fields[i] >= 0 && (fields[i] < least || fields[i] > kMostField || fields[i] % unit))
+      return std::string(name) + " is " + std::to_string(fields[i]) + ", it must be a multiple of " +
+             std::to_string(unit) + " from " + std::to_string(least) + " to " + std::to_string(kMostField);
+  }
+  overrides() = std::move(fields);
+  return "";
+}
 
 std::string report() {
   std::string lines;

@@ -18,8 +18,9 @@ std::string select(const std::string& name);
 Blocking blocking();
 
 // For measurements: replaces the fields of Blocking, in their order; fields that are missing or negative keep the
-// instruction set's own value. Not to be called while operators run.
-void select_blocking(std::vector<int64_t> fields);
+// instruction set's own value. Returns why a value is impossible, or "" when done. Not to be called while operators
+// run.
+std::string select_blocking(std::vector<int64_t> fields);
 
 // One line for each instruction set, best first: name, tab, why it cannot be used here (empty if it can), tab, note.
 std::string report();

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import _native  # noqa: F401  (loads the operators)
+from ..ops import fakes
 from .packed_modules import refuse_gradient
 
 _RMS_NORM = torch.ops.tilewright.rms_norm.default
@@ -37,9 +38,11 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     return result
 
 
-@torch.library.register_fake("tilewright::rms_norm")
-def _(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+def _fake_rms_norm(x: Tensor, weight: Tensor, _epsilon: float) -> Tensor:
     return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, weight.dtype))
+
+
+fakes.register("rms_norm", _fake_rms_norm)
 
 
 class RmsNorm(nn.Module):

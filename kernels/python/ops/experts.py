@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import _native  # noqa: F401  (loads the operators)
+from . import fakes
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
 _FUSED_EXPERTS, _FUSED_EXPERTS_OUT = torch.ops.tilewright.fused_experts.default, torch.ops.tilewright.fused_experts.out
@@ -98,16 +99,6 @@ def fused_experts(
     return result
 
 
-@torch.library.register_fake("tilewright::fused_experts.out")
-def _(*_arguments: object, **_options: object) -> None:
-    return
-
-
-@torch.library.register_fake("tilewright::fused_experts")
-def _(x: Tensor, *_arguments: object, **_options: object) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
 def shared_expert(
     x: Tensor,
     w13: Tensor,
@@ -185,11 +176,10 @@ def shared_expert(
     return result
 
 
-@torch.library.register_fake("tilewright::shared_expert.out")
-def _(*_arguments: object, **_options: object) -> None:
-    return
-
-
-@torch.library.register_fake("tilewright::shared_expert")
-def _(x: Tensor, *_arguments: object, **_options: object) -> Tensor:
+def _fake_experts(x: Tensor, *_rest: object, **_named: object) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+for _name in ("fused_experts", "shared_expert"):
+    fakes.register(_name, _fake_experts)
+    fakes.register(f"{_name}.out", fakes.nothing)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import _native  # noqa: F401  (loads the operators)
+from . import fakes
 
 # Looked up once: finding an overload by its name takes as long as a small product.
 _LINEAR_BF16, _LINEAR_BF16_OUT = torch.ops.tilewright.linear_bf16.default, torch.ops.tilewright.linear_bf16.out
@@ -140,42 +141,28 @@ def bmm(a: Tensor, weight: Tensor, n: int, scale: Tensor | None = None) -> Tenso
     return result
 
 
-@torch.library.register_fake("tilewright::linear_bf16")
-def _(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], n))
+def _fake_linear(x: Tensor, weight: Tensor, n: int, *_rest: object, **_named: object) -> Tensor:
+    return fakes.rows_like(x, n, weight.shape[0])
 
 
-@torch.library.register_fake("tilewright::linear_int8")
-def _(x: Tensor, weight: Tensor, scale: Tensor, n: int, bias: Tensor | None = None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], n))
+def _fake_scaled(x: Tensor, weight: Tensor, _scale: Tensor, n: int, *_rest: object, **_named: object) -> Tensor:
+    return fakes.rows_like(x, n, weight.shape[0])
 
 
-@torch.library.register_fake("tilewright::linear_fp8")
-def _(x: Tensor, weight: Tensor, scale: Tensor, n: int, bias: Tensor | None = None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], n))
-
-
-@torch.library.register_fake("tilewright::linear_int4")
-def _(
-    x: Tensor,
-    weight: Tensor,
-    zeros: Tensor,
-    scale: Tensor,
-    n: int,
-    bias: Tensor | None = None,
-    int8_activations: bool = True,
+def _fake_int4(
+    x: Tensor, weight: Tensor, _zeros: Tensor, _scale: Tensor, n: int, *_rest: object, **_named: object
 ) -> Tensor:
-    return x.new_empty((*x.shape[:-1], n))
+    return fakes.rows_like(x, n, 32 * weight.shape[0])
 
 
-@torch.library.register_fake("tilewright::linear_bf16.out")
-@torch.library.register_fake("tilewright::linear_int8.out")
-@torch.library.register_fake("tilewright::linear_fp8.out")
-@torch.library.register_fake("tilewright::linear_int4.out")
-def _(*_arguments: object, **_options: object) -> None:
-    return
+def _fake_bmm(a: Tensor, weight: Tensor, n: int, _scale: Tensor | None = None) -> Tensor:
+    return fakes.rows_like(a, n, weight.shape[-2])
 
 
-@torch.library.register_fake("tilewright::bmm")
-def _(a: Tensor, weight: Tensor, n: int, scale: Tensor | None = None) -> Tensor:
-    return a.new_empty((a.shape[0], a.shape[1], n))
+fakes.register("linear_bf16", _fake_linear)
+fakes.register("linear_int8", _fake_scaled)
+fakes.register("linear_fp8", _fake_scaled)
+fakes.register("linear_int4", _fake_int4)
+fakes.register("bmm", _fake_bmm)
+for _name in ("linear_bf16", "linear_int8", "linear_fp8", "linear_int4"):
+    fakes.register(f"{_name}.out", fakes.nothing)
