@@ -67,9 +67,11 @@ inline int64_t extent_bytes(const Tensor& t) {
 // the tensor, must hold all of its elements.
 inline void check_memory(const Tensor& t, const char* name) {
   TILEWRIGHT_CHECK(t.is_cpu(), name, " must be on the CPU");
+  const int64_t bytes = extent_bytes(t);
+  if (bytes == 0) return;
   int64_t storage = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(t.get(), &storage));
-  TILEWRIGHT_CHECK(t.storage_offset() * int64_t(t.element_size()) + extent_bytes(t) <= storage, name, " is ", shape(t),
+  TILEWRIGHT_CHECK(t.storage_offset() * int64_t(t.element_size()) + bytes <= storage, name, " is ", shape(t),
                    ", its storage of ", storage, " bytes ends before its last element");
 }
 
