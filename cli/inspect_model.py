@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING
-
 import click
 
-from .options import debug_option, json_option, print_json, say
-
-if TYPE_CHECKING:
-    from tilewright.packer.checkpoint.files import Checkpoint
+from .options import debug_option, json_option, print_json
 
 
 @click.command("inspect-model")
@@ -24,42 +18,19 @@ def inspect_model(path: str, excluded: bool, checksums: bool, as_json: bool) -> 
 
     PATH is a directory, plain, quantized or packed, a .safetensors file or a hub id.
     """
-    from tilewright.packer.checkpoint.files import open_checkpoint
-    from tilewright.packer.inspect import inspect
     from tilewright.packer.inspect_text import describe
-    from tilewright.packer.quant_config.exclusions import described, engine_views
+    from tilewright.packer.jobs import inspect as job
+    from tilewright.packer.quant_config.exclusions import described
 
-    checkpoint = open_checkpoint(path)
-    if checksums:
-        _compare_files(checkpoint)
     if excluded:
-        views = engine_views(checkpoint)
+        views = job.engine_exclusions(path, checksums=checksums)
         if as_json:
-            print_json([asdict(view) for view in views])
+            print_json(job.views_to_json(views))
         else:
-            click.echo(described(views))
+            click.echo(described(list(views)))
         return
-    found = inspect(checkpoint, path)
+    found = job.inspect(path, checksums=checksums)
     if as_json:
         print_json(found.to_json())
     else:
         click.echo(describe(found))
-
-
-def _compare_files(checkpoint: Checkpoint) -> None:
-    from tilewright.kernels.errors import CheckpointError
-    from tilewright.packer.records.manifest import check_files
-
-    found = check_files(checkpoint.root, checkpoint.headers)
-    if found is None:
-        raise CheckpointError(
-            f"{checkpoint.root}: --checksums: there is no manifest.json of Tilewright to compare with",
-            hint="leave --checksums out; only what Tilewright wrote has one",
-        )
-    if found.damaged:
-        raise CheckpointError(
-            f"{checkpoint.root}: {len(found.damaged)} of {found.checked} files are not what was written\n"
-            + "\n".join(f"  {line}" for line in found.damaged),
-            hint="fetch or convert them again",
-        )
-    say(f"{found.checked} files are what manifest.json says")

@@ -6,6 +6,7 @@ Nothing heavy is imported here: a command's module is loaded when it is asked fo
 from __future__ import annotations
 
 import importlib
+import logging
 import sys
 import traceback
 from collections.abc import Sequence
@@ -14,8 +15,11 @@ from typing import NoReturn
 import click
 
 from tilewright import __version__
+from tilewright.kernels.errors import InterruptError, OptionError, TilewrightError
 
-from .options import fail
+from .options import fail, say
+
+FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 
 COMMANDS = {  # each is a click command of the same name in the module of the same name
     "quantize-model": "Convert a checkpoint to block FP8, int8, int4 or W4AFP8.",
@@ -57,31 +61,50 @@ def tilewright() -> None:
     """Quantize and pack Hugging Face checkpoints offline, and verify the result."""
 
 
+class Notes(logging.Handler):
+    """Prints what a job logs on stderr: `note: …` for what deserves attention."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print it."""
+        say(f"note: {record.getMessage()}" if record.levelno >= logging.WARNING else record.getMessage())
+
+
 def run(command: click.Command, name: str, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command and leave with its exit code: 0 done, 1 refused or failed, 2 wrong usage, 3 below a threshold."""
+    """Run a command and leave with its exit code.
+
+    0 done, 1 refused or failed, 2 wrong usage, 3 below a threshold, 130 interrupted.
+    """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
+    log = logging.getLogger("tilewright")
+    log.handlers, log.propagate = [Notes()], False
+    log.setLevel(logging.INFO)
     try:
         code = command.main(list(arguments), prog_name=name, standalone_mode=False)
         sys.exit(code if isinstance(code, int) else 0)
     except click.ClickException as error:
         error.show()
-        sys.exit(2 if isinstance(error, click.UsageError) else 1)
+        sys.exit(WRONG_USAGE if isinstance(error, click.UsageError) else FAILED)
     except (KeyboardInterrupt, click.Abort):
-        fail("interrupted", None)
+        fail("interrupted", None, INTERRUPTED)
     except BrokenPipeError:
         sys.stdout = None  # the reader has left; nothing may be flushed at exit
-        sys.exit(1)
+        sys.exit(FAILED)
     except Exception as error:
+        code = _exit_code(error)
         if "--debug" in arguments:
             traceback.print_exc()
-            sys.exit(1)
-        # Only a command that has run far enough to raise it has imported the module of this class.
-        errors = sys.modules.get("tilewright.kernels.errors")
-        if errors and isinstance(error, errors.TilewrightError):
-            fail(error.message, error.hint)
+            sys.exit(code)
+        if isinstance(error, TilewrightError):
+            fail(error.message, error.hint, code)
         if isinstance(error, OSError) and error.strerror:
             fail(f"{error.filename or 'output'}: {error.strerror}", None)
         fail(f"{type(error).__name__}: {error}", "this is a bug; --debug shows where it happened")
+
+
+def _exit_code(error: Exception) -> int:
+    if isinstance(error, OptionError):
+        return WRONG_USAGE
+    return INTERRUPTED if isinstance(error, InterruptError) else FAILED
 
 
 def main() -> NoReturn:

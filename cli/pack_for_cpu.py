@@ -7,8 +7,19 @@ from typing import Any
 
 import click
 
-from .options import debug_option, dry_run_option, json_option, output_argument, run_options, source_argument
-from .plans import carry_out
+from .options import (
+    Choice,
+    Least,
+    debug_option,
+    dry_run_option,
+    json_option,
+    output_argument,
+    print_conversion,
+    progress_for,
+    run_options,
+    source_argument,
+    taken,
+)
 
 LAYOUTS = (
     "cpu-vnni-bf16",
@@ -21,9 +32,9 @@ LAYOUTS = (
 @click.command("pack-for-cpu")
 @source_argument
 @output_argument
-@click.option("--layout", type=click.Choice(LAYOUTS), help="Layout to prefer for the weights that it can hold.")
-@click.option("--tp", type=click.IntRange(1), default=1, help="Cut every matrix for this many ranks.")
-@click.option("--ep", type=click.IntRange(1), default=1, help="Deal the experts to this many groups of ranks.")
+@click.option("--layout", type=Choice(LAYOUTS), help="Layout to prefer for the weights that it can hold.")
+@click.option("--tp", type=Least(1), default=1, help="Cut every matrix for this many ranks.")
+@click.option("--ep", type=Least(1), default=1, help="Deal the experts to this many groups of ranks.")
 @click.option("--absorbed", is_flag=True, help="Also split kv_b_proj of latent attention into w_kc and w_vc.")
 @click.option("--no-join", is_flag=True, help="Pack q, k, v and gate, up as Linears of their own, not as one.")
 @click.option(
@@ -52,25 +63,15 @@ def pack_for_cpu(
     Linear, and so do gate and up of an MLP, where they are of one kind and of whole blocks of rows. With --tp or --ep,
     OUTPUT holds a directory for each rank.
     """
-    from tilewright.kernels.packed.module_spec import rank_directory
-    from tilewright.packer.checkpoint.files import open_checkpoint
-    from tilewright.packer.engine.gate import Options
-    from tilewright.packer.pack.planner import plan_pack, plan_ranks
-    from tilewright.packer.pack.target import CpuTarget
-    from tilewright.packer.pack.unpack import plan_unpack
-    from tilewright.packer.records.journal import kept_headers
+    import tilewright
 
     if unpack and (layout or absorbed or no_join or max(tp, ep) > 1):
         ways = "--layout, --tp, --ep, --absorbed and --no-join"
-        raise click.UsageError(f"{ways} say how to pack, --unpack does the opposite")
-    target = CpuTarget(layout, absorbs=absorbed, joins=not no_join)
-    options = Options(**running)
-    checkpoint = open_checkpoint(source, consumed=kept_headers(output) if options.resume else None)
+        raise tilewright.OptionError(f"{ways} say how to pack, --unpack does the opposite")
+    run, progress = taken(tilewright.RunOptions, running), progress_for(as_json)
     if unpack:
-        plans = {output: plan_unpack(checkpoint)}
-    elif max(tp, ep) == 1:
-        plans = {output: plan_pack(checkpoint, target)}
+        result = tilewright.unpack(source, output, run=run, dry_run=dry_run, progress=progress)
     else:
-        ranked = enumerate(plan_ranks(checkpoint, target, tp, ep))
-        plans = {output / rank_directory(rank, max(tp, ep)): plan for rank, plan in ranked}
-    carry_out(plans, checkpoint, options, dry_run=dry_run, as_json=as_json)
+        options = tilewright.PackOptions("cpu", layout, tp, ep, absorbed, not no_join)
+        result = tilewright.pack(source, output, options, run=run, dry_run=dry_run, progress=progress)
+    print_conversion(result, as_json=as_json)

@@ -7,8 +7,19 @@ from typing import Any
 
 import click
 
-from .options import debug_option, dry_run_option, json_option, output_argument, run_options, source_argument
-from .plans import carry_out
+from .options import (
+    Choice,
+    Least,
+    debug_option,
+    dry_run_option,
+    json_option,
+    output_argument,
+    print_conversion,
+    progress_for,
+    run_options,
+    source_argument,
+    taken,
+)
 
 LAYOUTS = ("gpu-cutlass-w4", "gpu-trtllm-w4", "gpu-hopper-w4")  # as the registry has them; a test compares
 
@@ -18,12 +29,12 @@ LAYOUTS = ("gpu-cutlass-w4", "gpu-trtllm-w4", "gpu-hopper-w4")  # as the registr
 @output_argument
 @click.option(
     "--layout",
-    type=click.Choice(LAYOUTS),
+    type=Choice(LAYOUTS),
     default="gpu-hopper-w4",
     show_default=True,
     help="Byte order of the experts: of the bundled kernel, SGLang's (gate first) or TensorRT-LLM's (up first).",
 )
-@click.option("--ep", type=click.IntRange(1), default=1, help="Deal the experts to this many ranks.")
+@click.option("--ep", type=Least(1), default=1, help="Deal the experts to this many ranks.")
 @click.option(
     "--unpack", is_flag=True, help="SOURCE is a packed directory; write the checkpoint that it was made from."
 )
@@ -39,24 +50,14 @@ def pack_for_gpu(
     Codes are kept, scales are rounded to bf16 as kernels read them, and all other tensors are copied. With --ep,
     OUTPUT holds a directory for each rank. No GPU is needed.
     """
-    from tilewright.kernels.packed.module_spec import rank_directory
-    from tilewright.packer.checkpoint.files import open_checkpoint
-    from tilewright.packer.engine.gate import Options
-    from tilewright.packer.pack.planner import plan_pack, plan_ranks
-    from tilewright.packer.pack.target import GpuTarget
-    from tilewright.packer.pack.unpack import plan_unpack
-    from tilewright.packer.records.journal import kept_headers
+    import tilewright
 
     if unpack and ep > 1:
-        raise click.UsageError("--ep says how to pack, --unpack does the opposite")
-    options = Options(**running)
-    checkpoint = open_checkpoint(source, consumed=kept_headers(output) if options.resume else None)
-    target = GpuTarget(layout)
+        raise tilewright.OptionError("--ep says how to pack, --unpack does the opposite")
+    run, progress = taken(tilewright.RunOptions, running), progress_for(as_json)
     if unpack:
-        plans = {output: plan_unpack(checkpoint)}
-    elif ep == 1:
-        plans = {output: plan_pack(checkpoint, target)}
+        result = tilewright.unpack(source, output, run=run, dry_run=dry_run, progress=progress)
     else:
-        ranked = enumerate(plan_ranks(checkpoint, target, 1, ep))
-        plans = {output / rank_directory(rank, ep): plan for rank, plan in ranked}
-    carry_out(plans, checkpoint, options, dry_run=dry_run, as_json=as_json)
+        options = tilewright.PackOptions("gpu", layout, ep=ep)
+        result = tilewright.pack(source, output, options, run=run, dry_run=dry_run, progress=progress)
+    print_conversion(result, as_json=as_json)

@@ -13,7 +13,6 @@ from tilewright.kernels.packed.safetensors_file import DTYPE_NAMES
 from tilewright.kernels.tensors import TensorSpec
 
 from .checkpoint import detect_weights
-from .checkpoint.files import Checkpoint
 from .engine.gate import Job
 from .estimate import compute_seconds
 from .pack.parallel import Degree, described, expert_parallel, tensor_parallel
@@ -76,8 +75,8 @@ class Summary:
         """Output bits per weight, scales and what stays in 16 bits included."""
         return 8 * self.bytes_after / max(self.weights, 1)
 
-    def document(self) -> dict[str, Any]:
-        """For --json."""
+    def to_json(self) -> dict[str, Any]:
+        """JSON values."""
         fates: Counter[str] = Counter()
         for group in self.groups:
             fates[group.fate] += group.count
@@ -130,8 +129,9 @@ class Summary:
         ])
 
 
-def summarize(plan: Plan, checkpoint: Checkpoint, job: Job, *, timed: bool = False) -> Summary:
+def summarize(job: Job, *, timed: bool = False) -> Summary:
     """Put a plan into figures, from headers alone; `timed` estimates how long it will take, by a short measurement."""
+    plan, checkpoint = job.plan, job.checkpoint
     specs = {name: checkpoint.spec(name) for name in plan.fates}
     plain = {name: spec for name, spec in plan.tensors.items() if name.rpartition(".")[0] not in plan.modules}
     inventory = detect_weights(plain, plan.config)

@@ -6,6 +6,8 @@ traceback and exits with 1; everything else that escapes is a bug.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 def shown(text: str, limit: int = 200) -> str:
     """`text` as a message may show it: on one line, printable, in backticks, shortened in the middle beyond `limit`."""
@@ -32,6 +34,14 @@ class TilewrightError(Exception):
         return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
 
 
+class OptionError(TilewrightError):
+    """Options that are not allowed, or not together; the command line exits with 2, as for every wrong usage."""
+
+
+class InterruptError(TilewrightError):
+    """The user stopped a job (Ctrl-C); the command line exits with 130."""
+
+
 class CheckpointError(TilewrightError):
     """A checkpoint or one of its files is missing, damaged or inconsistent."""
 
@@ -54,3 +64,24 @@ class VerifyError(TilewrightError):
 
 class KernelUnavailableError(TilewrightError):
     """No bundled kernel can run this; the message lists the candidates and why each declined."""
+
+
+def check_choice(option: str, value: str | None, choices: Iterable[str]) -> None:
+    """Refuse a value that is none of `choices`; None stands for the default.
+
+    Raises:
+        OptionError: It is none of them.
+    """
+    choices = tuple(choices)
+    if value is not None and value not in choices:
+        raise OptionError(f"{option}: {shown(str(value))} is not one of {', '.join(choices)}")
+
+
+def check_least(option: str, value: float | None, least: float) -> None:
+    """Refuse a number below `least`; None stands for the default.
+
+    Raises:
+        OptionError: It is less.
+    """
+    if value is not None and value < least:
+        raise OptionError(f"{option}: {value} is less than {least}")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig
 
 from tilewright.kernels.errors import PlanError
 
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.reading import read_contents
-from ..verify.dequantized import stream_dequantized
+from ..progress import Progress, Silent
+from ..verify.dequantized import model_config, stream_dequantized
 from ..verify.stream import Call, StreamedModel
 from ..verify.text import evenly_spaced_windows, read_tokens
 from .method import BATCH_TOKENS, CalibrationTargets, Method
@@ -28,7 +28,7 @@ def calibrate_checkpoint(
     wanted: CalibrationTargets,
     store: Store,
     key: str,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress | None = None,
 ) -> list[str]:
     """Calibrate a checkpoint on a text file, or go on where an interrupted run stopped.
 
@@ -39,7 +39,7 @@ def calibrate_checkpoint(
         wanted: What the plan needs.
         store: Where solutions go.
         key: Hash of the plan: what an earlier run left is used if its key was the same.
-        progress: Told the layers done and their number.
+        progress: Hears of the layers done.
 
     Returns:
         Notes for the user.
@@ -50,8 +50,7 @@ def calibrate_checkpoint(
     store.begin(key)
     if (notes := store.finished()) is not None:
         return notes  # and the source may be gone, with --consume
-    config = AutoConfig.from_pretrained(checkpoint.root, local_files_only=True)
-    model = stream_dequantized(config, read_contents(checkpoint))
+    model = stream_dequantized(model_config(checkpoint.root), read_contents(checkpoint))
     windows = evenly_spaced_windows(read_tokens(checkpoint.root, text), method.windows, method.window)
     notes = calibrate(model, windows, method, wanted, store, progress)
     store.finish(notes)
@@ -65,7 +64,7 @@ def calibrate(
     method: Method,
     wanted: CalibrationTargets,
     store: Store,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress | None = None,
 ) -> list[str]:
     """Run `windows` through the model, and store what is found for each layer; layers that have a file are not solved.
 
@@ -78,7 +77,7 @@ def calibrate(
         method: What to do.
         wanted: What the plan needs.
         store: Where solutions go.
-        progress: Told the layers done and their number.
+        progress: Hears of the layers done.
 
     Returns:
         Notes for the user.
@@ -89,12 +88,17 @@ def calibrate(
     tokens: dict[str, int] = {}
     needed = wanted.needed(method)
     seen: set[str] = set()
-    for index in range(model.depth):
-        calls = [calls[index] for _, calls in begun]
-        solution = _layer(model, index, hidden, calls, LayerSolver(method, wanted, model.module(index)[0]), store)
-        tokens |= solution.tokens
-        seen |= solution.weights.keys() | solution.inputs.keys()
-        progress(index + 1, model.depth)
+    progress = progress or Silent()
+    progress.start("calibrating", model.depth, unit="layers")
+    try:
+        for index in range(model.depth):
+            calls = [calls[index] for _, calls in begun]
+            solution = _layer(model, index, hidden, calls, LayerSolver(method, wanted, model.module(index)[0]), store)
+            tokens |= solution.tokens
+            seen |= solution.weights.keys() | solution.inputs.keys()
+            progress.advance()
+    finally:
+        progress.finish()
     each_expert = method.kind == "gptq" or wanted.inputs
     return [*_unseen(needed, seen), *(rarely_hit(tokens) if each_expert else ())]
 

@@ -111,6 +111,11 @@ class Store:
         """Remove the folder."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
+    def end_if_empty(self) -> None:
+        """Remove the folder unless it holds a solved layer, which a later run would go on from."""
+        if not any(self.folder.glob("*.safetensors")):
+            self.end()
+
     def file(self, layer: str) -> Path:
         """The file of the layer with this path."""
         return self.folder / f"{layer}.safetensors"

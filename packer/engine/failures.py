@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tilewright.kernels.errors import TilewrightError
+from tilewright.kernels.errors import InterruptError, TilewrightError
 
 
 @contextmanager
@@ -16,7 +16,7 @@ def one_clear_message(output: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise TilewrightError(f"{output}: interrupted", hint="the same command with --resume goes on") from None
+        raise InterruptError(f"{output}: interrupted", hint="the same command with --resume goes on") from None
     except OSError as error:
         place = error.filename or output
         if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:

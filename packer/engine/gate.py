@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilewright.kernels.errors import PlanError
+from tilewright.kernels.errors import PlanError, check_least
 from tilewright.kernels.packed.manifest import MANIFEST_FILE
 
 from ..checkpoint.files import Checkpoint
@@ -22,7 +22,7 @@ MAX_SHARD_SIZE = 5_000_000_000  # bytes; what the hub's own tools write
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     """How a plan is executed; nothing but `max_shard_size` can change a byte of the output.
 
     Attributes:
@@ -42,12 +42,21 @@ class Options:
     overwrite: bool = False
     consume: bool = False
 
+    def __post_init__(self) -> None:
+        check_least("--jobs", self.jobs, 1)
+        check_least("--memory", self.memory, 1)
+        check_least("--max-shard-size", self.max_shard_size, 1)
+
 
 @dataclass(frozen=True)
 class Job:
-    """A plan that may run.
+    """A plan that was checked, and may run.
 
     Attributes:
+        plan: What is to be done.
+        checkpoint: The source.
+        output: The directory that is written.
+        options: How it runs.
         shards: The output files with weights.
         plan_hash: sha256 of the plan.
         finished: Whether the output already is what this job would write.
@@ -58,6 +67,10 @@ class Job:
         disk_free: Bytes that the output's file system has for them.
     """
 
+    plan: Plan
+    checkpoint: Checkpoint
+    output: Path
+    options: RunOptions
     shards: tuple[ShardPlan, ...]
     plan_hash: str
     finished: bool
@@ -68,7 +81,7 @@ class Job:
     disk_free: int
 
 
-def prepare(plan: Plan, checkpoint: Checkpoint, output: Path, options: Options) -> Job:
+def prepare(plan: Plan, checkpoint: Checkpoint, output: Path, options: RunOptions) -> Job:
     """Check everything that can be checked before a weight is read.
 
     Raises:
@@ -78,7 +91,7 @@ def prepare(plan: Plan, checkpoint: Checkpoint, output: Path, options: Options) 
         return _prepare(plan, checkpoint, output, options)
 
 
-def _prepare(plan: Plan, checkpoint: Checkpoint, output: Path, options: Options) -> Job:
+def _prepare(plan: Plan, checkpoint: Checkpoint, output: Path, options: RunOptions) -> Job:
     _check_consistency(plan, checkpoint)
     problems = [str(reject) for reject in plan.rejects]
     problems += _check_places(checkpoint, output, options)
@@ -92,7 +105,17 @@ def _prepare(plan: Plan, checkpoint: Checkpoint, output: Path, options: Options)
     if not finished:
         _check_room(output, needed, free, options)
         _check_gone(shards, checkpoint, output)
-    return Job(shards, digest, finished, workers, budget, peak, needed, free)
+    return Job(plan, checkpoint, output, options, shards, digest, finished, workers, budget, peak, needed, free)
+
+
+def check_again(job: Job) -> None:
+    """Look at the output directory once more right before it is written: a calibration may have taken hours.
+
+    Raises:
+        PlanError: Something else was written there since the job was checked.
+    """
+    if problems := _check_content(job.output, job.options):
+        raise _refusal(problems)
 
 
 def _refusal(problems: list[str]) -> PlanError:
@@ -105,7 +128,7 @@ def _gb(size: int) -> str:
     return f"{size / 1e9:.2f} GB" if size >= 10_000_000 else f"{size} bytes"
 
 
-def _check_room(output: Path, needed: int, free: int, options: Options) -> None:
+def _check_room(output: Path, needed: int, free: int, options: RunOptions) -> None:
     if needed > free:
         way = "free some, or name a directory on another file system"
         more = "" if options.consume else "; --consume makes room by deleting source shards that are done"
@@ -158,7 +181,7 @@ def _covers(runs: Iterable[tuple[int, int]], size: int) -> bool:
     return end == size
 
 
-def _check_places(checkpoint: Checkpoint, output: Path, options: Options) -> list[str]:
+def _check_places(checkpoint: Checkpoint, output: Path, options: RunOptions) -> list[str]:
     if options.resume and options.overwrite:
         return ["--resume and --overwrite exclude each other"]
     target = output.resolve()
@@ -179,7 +202,7 @@ def _check_places(checkpoint: Checkpoint, output: Path, options: Options) -> lis
     return problems + _check_content(output, options)
 
 
-def _check_content(output: Path, options: Options) -> list[str]:
+def _check_content(output: Path, options: RunOptions) -> list[str]:
     if not output.exists() or not any(output.iterdir()):
         return []
     if kept_headers(output).exists() and not options.resume:

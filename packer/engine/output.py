@@ -33,8 +33,9 @@ def clear(output: Path) -> None:
             path.unlink()
 
 
-def complete(output: Path, plan: Plan, job: Job, checkpoint: Checkpoint, journal: Journal) -> None:
-    """Make `output` what the plan says, from shards that lie finished in the journal's folder."""
+def complete(job: Job, journal: Journal) -> None:
+    """Make the output what the plan says, from shards that lie finished in the journal's folder."""
+    output, plan, checkpoint = job.output, job.plan, job.checkpoint
     for shard in job.shards:
         finished = journal.folder / shard.file
         if finished.exists():  # else an earlier run was stopped after it got its name
@@ -52,7 +53,7 @@ def complete(output: Path, plan: Plan, job: Job, checkpoint: Checkpoint, journal
     small[LEDGER] = _pretty(_ledger(plan, checkpoint))
     for name, content in small.items():
         records[name] = FileRecord(len(content), write_file(output / name, content, temporary))
-    write_file(output / MANIFEST_FILE, _pretty(_manifest(plan, job, records)), temporary)
+    write_file(output / MANIFEST_FILE, _pretty(_manifest(job, records)), temporary)
     shutil.rmtree(journal.folder)
     sync_directory(output)
 
@@ -85,12 +86,12 @@ def _ledger(plan: Plan, checkpoint: Checkpoint) -> dict[str, Any]:
     return {"notes": [*checkpoint.notes, *plan.notes], "tensors": tensors}
 
 
-def _manifest(plan: Plan, job: Job, records: dict[str, FileRecord]) -> dict[str, Any]:
-    layouts = {(module["layout"], module["version"]) for module in plan.modules.values() if "layout" in module}
+def _manifest(job: Job, records: dict[str, FileRecord]) -> dict[str, Any]:
+    layouts = {(module["layout"], module["version"]) for module in job.plan.modules.values() if "layout" in module}
     return {
         "tilewright": tilewright.__version__,
         "plan": job.plan_hash,
-        "options": plan.options,
+        "options": job.plan.options,
         "layouts": dict(sorted(layouts)),
         "files": {name: {"size": r.size, "sha256": r.sha256} for name, r in sorted(records.items())},
     }

@@ -17,11 +17,11 @@ from tilewright.kernels.tensors import TensorSpec
 
 from ..checkpoint.files import Checkpoint
 from ..plan import Copy, Plan, Task
+from ..progress import Progress, Silent
 from ..records.journal import PARTIAL, FileRecord, Journal, kept_headers, source_identity
 from .failures import one_clear_message
-from .gate import Job, Options, prepare
+from .gate import Job, RunOptions, check_again, prepare
 from .output import clear, complete
-from .progress import Progress, Silent
 from .resources import source_files, task_memory
 from .shards import ShardPlan
 from .workers import Work, Workers
@@ -45,20 +45,29 @@ class Result:
 
 
 def execute(
-    plan: Plan, checkpoint: Checkpoint, output: Path, options: Options | None = None, progress: Progress | None = None
+    plan: Plan,
+    checkpoint: Checkpoint,
+    output: Path,
+    options: RunOptions | None = None,
+    progress: Progress | None = None,
 ) -> Result:
-    """Write everything that `plan` says into the directory `output`.
+    """Check a plan and write everything that it says into the directory `output`: `prepare`, then `run_job`."""
+    return run_job(prepare(plan, checkpoint, output, options or RunOptions()), progress)
+
+
+def run_job(job: Job, progress: Progress | None = None) -> Result:
+    """Write everything that a checked job says.
 
     Raises:
-        PlanError: The job is refused; nothing was written.
+        PlanError: The output is not what it was when the job was checked; nothing was written.
         TilewrightError: It failed or was interrupted; unless a weight was the reason, `--resume` goes on from there.
     """
-    options, progress = options or Options(), progress or Silent()
+    output, options, checkpoint = job.output, job.options, job.checkpoint
     with one_clear_message(output):
-        job = prepare(plan, checkpoint, output, options)
         if job.finished:
             shutil.rmtree(output / PARTIAL, ignore_errors=True)
             return Result(job, 0)
+        check_again(job)
         if options.overwrite and output.exists():
             clear(output)
         existed = output.exists()
@@ -66,8 +75,8 @@ def execute(
         try:
             if options.consume:
                 _keep_headers(checkpoint, output)
-            written = _Run(job, checkpoint, journal, options, progress).run()
-            complete(output, plan, job, checkpoint, journal)
+            written = _Run(job, journal, progress or Silent()).run()
+            complete(job, journal)
         except SchemeError:
             # The source or the options must change, so this state is of no use; unless it holds what was consumed.
             if not options.consume:
@@ -104,12 +113,10 @@ def _keep_headers(checkpoint: Checkpoint, output: Path) -> None:
 class _Run:
     """The shards that are not finished yet, filled by workers and put on disk by one thread of its own."""
 
-    def __init__(
-        self, job: Job, checkpoint: Checkpoint, journal: Journal, options: Options, progress: Progress
-    ) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, job: Job, journal: Journal, progress: Progress) -> None:
+        self._checkpoint = checkpoint = job.checkpoint
         self._journal = journal
-        self._consume = options.consume
+        self._consume = job.options.consume
         self._progress = progress
         self._todo = [shard for shard in job.shards if shard.file not in journal.finished]
         self._done_before = sum(record.size for record in journal.finished.values())
@@ -125,7 +132,7 @@ class _Run:
     def run(self) -> int:
         """Write the shards; returns how many bytes that were."""
         size = sum(shard.size for shard in self._todo)
-        self._progress.start(self._done_before + size, self._done_before)
+        self._progress.start("writing", self._done_before + size, self._done_before)
         committer = threading.Thread(target=self._commit_all)
         committer.start()
         try:

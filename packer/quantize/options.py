@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
-from tilewright.kernels.errors import PlanError
+from tilewright.kernels.errors import PlanError, check_choice
 
 from ..families.experts import ExpertsOrder
 from ..schemes import SCHEMES
 from ..solvers import SOLVERS
+
+MTP = ("convert", "keep", "drop", "draft")
+TIED_HEAD = ("as-source", "tie")
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,15 @@ class QuantizeOptions:
     tied_head: Literal["as-source", "tie"] | None = None
     solver: str | None = None
     strict: bool = False
+
+    def __post_init__(self) -> None:
+        check_choice("--scheme", self.scheme, SCHEMES)
+        check_choice("--format", self.form, dict.fromkeys(form for scheme in SCHEMES.values() for form in scheme.forms))
+        group = None if self.group_size is None else str(self.group_size)
+        check_choice("--group-size", group, map(str, sorted({size for s in SCHEMES.values() for size in s.groups})))
+        check_choice("--experts-order", self.experts_order, get_args(ExpertsOrder))
+        check_choice("--mtp", self.mtp, MTP)
+        check_choice("--tied-head", self.tied_head, TIED_HEAD)
 
     def resolved(self) -> dict[str, Any]:
         """The options with every default filled in.

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tilewright.kernels.errors import CheckpointError
 from tilewright.kernels.packed.manifest import MANIFEST_FILE, difference
+
+from ..progress import Progress, Silent
 
 
 def read_manifest(root: Path) -> dict[str, Any]:
@@ -48,15 +50,13 @@ class FileCheck:
     damaged: tuple[str, ...]
 
 
-def check_files(
-    root: Path, shards: Collection[str], report: Callable[[int, int], None] = lambda done, total: None
-) -> FileCheck | None:
+def check_files(root: Path, shards: Collection[str], progress: Progress | None = None) -> FileCheck | None:
     """Read every file that the manifest of a directory names, and compare its size and SHA-256.
 
     Args:
         root: The directory.
         shards: Names of the weight files that count; others are left alone.
-        report: Told the files done and their number.
+        progress: Hears of the bytes read.
 
     Returns:
         What was found, or None if there is no manifest.
@@ -76,8 +76,13 @@ def check_files(
         ) from error
     names = [name for name in stated if name in shards or not name.endswith(".safetensors")]
     damaged = []
-    for done, name in enumerate(names, start=1):
-        if reason := difference(root / name, *stated[name]):
-            damaged.append(f"{root / name}: {reason}")
-        report(done, len(names))
+    progress = progress or Silent()
+    progress.start("reading files", sum(stated[name][0] for name in names))
+    try:
+        for name in names:
+            if reason := difference(root / name, *stated[name]):
+                damaged.append(f"{root / name}: {reason}")
+            progress.advance(stated[name][0])
+    finally:
+        progress.finish()
     return FileCheck(len(names), tuple(damaged))

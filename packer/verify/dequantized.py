@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from tilewright.kernels.errors import VerifyError
 
@@ -12,6 +14,20 @@ from ..checkpoint.contents import Contents
 from .stream import StreamedModel
 
 STACKED = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
+
+
+def model_config(root: Path) -> PreTrainedConfig:
+    """The config of a model directory as transformers reads it; nothing is fetched.
+
+    Raises:
+        VerifyError: transformers does not know this architecture.
+    """
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(root, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        hint = "levels weights and layers of verify-accuracy, and solvers without a text, need no architecture"
+        raise VerifyError(f"{root}: transformers cannot build this model: {error}", hint=hint) from error
+    return config
 
 
 def build_empty(config: PreTrainedConfig) -> PreTrainedModel:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from tilewright.kernels.errors import VerifyError
 
+from ..progress import Progress, Silent
 from .distributions import AgreementSum
 from .results import LayerDrift, ModelResult
 from .stream import Call, StreamedModel
@@ -47,7 +47,7 @@ def compare_models(
     candidate: StreamedModel,
     windows: torch.Tensor,
     decode_steps: int,
-    progress: Callable[[int, int], None] = lambda done, total: None,
+    progress: Progress | None = None,
 ) -> ModelResult:
     """Carry the hidden states of both models through their layers, and compare what they predict.
 
@@ -56,7 +56,7 @@ def compare_models(
         candidate: What is verified.
         windows: int64 [B, T] tokens.
         decode_steps: Last tokens of each window that are fed one at a time (teacher forcing).
-        progress: Told the layers done and their number.
+        progress: Hears of the layers done.
 
     Raises:
         VerifyError: They are not equally deep.
@@ -67,10 +67,7 @@ def compare_models(
     steps = [windows.shape[1] - decode_steps] + [1] * decode_steps
     with torch.inference_mode():
         batches = [_begin(sides, part, steps) for part in windows.split(max(1, BATCH_TOKENS // windows.shape[1]))]
-        drift = []
-        for layer in range(reference.depth):
-            drift.append(_advance(sides, layer, batches))
-            progress(layer + 1, reference.depth)
+        drift = _drift(sides, batches, progress or Silent())
         overall, decode = AgreementSum(), AgreementSum()
         for batch in batches:
             logits = [side.head(batch.tokens, hidden) for side, hidden in zip(sides, batch.hidden, strict=True)]
@@ -91,6 +88,18 @@ def compare_models(
 def _begin(sides: tuple[StreamedModel, StreamedModel], tokens: torch.Tensor, steps: list[int]) -> _Batch:
     begun = [side.embed(tokens, steps) for side in sides]
     return _Batch(tokens, [hidden for hidden, _ in begun], [calls for _, calls in begun])
+
+
+def _drift(sides: tuple[StreamedModel, StreamedModel], batches: list[_Batch], progress: Progress) -> list[LayerDrift]:
+    drift = []
+    progress.start("verifying the model", sides[0].depth, unit="layers")
+    try:
+        for layer in range(sides[0].depth):
+            drift.append(_advance(sides, layer, batches))
+            progress.advance()
+    finally:
+        progress.finish()
+    return drift
 
 
 def _advance(sides: tuple[StreamedModel, StreamedModel], layer: int, batches: list[_Batch]) -> LayerDrift:

@@ -6,34 +6,20 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any
 
 from tilewright import __version__
 from tilewright.kernels.formats import FORMATS
 
 from ..records.manifest import FileCheck
 from .histograms import Histogram
+from .options import Level, Thresholds
+from .report import write_report
 from .results import LayerResult, ModelResult
 from .weights import TensorResult
 
-Level = Literal["weights", "layers", "model"]
-LEVELS: tuple[Level, ...] = ("weights", "layers", "model")
 NAME = re.compile(r"^(?P<head>.*?)(?:layers|blocks|h)\.(?P<layer>\d+)\.(?P<module>.*?)(?:\.weight)?$")
-
-
-@dataclass(frozen=True)
-class Thresholds:
-    """What passes.
-
-    Attributes:
-        weight_error: Largest relative Frobenius error of a tensor; None means the bound of its format.
-        layer_error: Largest relative error of a packed layer's output.
-        kl: Largest mean KL divergence of a model, in nats per token.
-    """
-
-    weight_error: float | None = None
-    layer_error: float = 1e-2
-    kl: float = 0.02
 
 
 @dataclass(frozen=True)
@@ -74,6 +60,15 @@ class Verification:
         if self.model and not self.model.overall.kl <= self.thresholds.kl:
             lines.append(f"model: KL divergence {self.model.overall.kl:.3g}, allowed {self.thresholds.kl:.3g}")
         return lines
+
+    @property
+    def passed(self) -> bool:
+        """Whether nothing is below its threshold."""
+        return not self.failures()
+
+    def write_report(self, path: str | Path) -> None:
+        """Write a self-contained HTML page."""
+        write_report(self.to_json(), Path(path))
 
     def to_json(self) -> dict[str, Any]:
         """All of it as JSON values; what is not finite is null."""

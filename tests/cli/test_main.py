@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import tilewright
-from tilewright.cli import calibration, quantize_model
+from tilewright.cli import quantize_model
 from tilewright.cli.main import COMMANDS, load, run
 from tilewright.cli.options import SIZE
 from tilewright.packer.calibrate.method import Kind
+from tilewright.packer.jobs.calibration import CALIBRATING
 from tilewright.packer.schemes import SCHEMES
 from tilewright.packer.solvers import SOLVERS
 
@@ -44,7 +45,7 @@ def test_help_imports_no_torch() -> None:
 def test_choices_are_what_the_registries_hold() -> None:
     assert set(quantize_model.SCHEMES) == set(SCHEMES)
     calibrating = set(get_args(Kind)) - {"scales"}
-    assert set(calibration.SOLVERS) == calibrating
+    assert set(CALIBRATING) == calibrating
     assert set(quantize_model.SOLVERS) == set(SOLVERS) | calibrating
     assert set(quantize_model.FORMS) == {form for scheme in SCHEMES.values() for form in scheme.forms}
     assert list(COMMANDS)[0] == "quantize-model"

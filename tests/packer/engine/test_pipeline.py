@@ -16,7 +16,7 @@ from tilewright.kernels.errors import PlanError, SchemeError, TilewrightError
 from tilewright.kernels.packed.safetensors_file import MappedFile, read_header
 from tilewright.kernels.tensors import Reject
 from tilewright.packer.checkpoint.files import Checkpoint, open_checkpoint
-from tilewright.packer.engine.pipeline import Options, execute
+from tilewright.packer.engine.pipeline import RunOptions, execute
 from tilewright.packer.plan import Copy, Plan
 
 MakeSource = Callable[..., Path]
@@ -48,7 +48,7 @@ def test_output_holds_every_planned_tensor(
 ) -> None:
     checkpoint = open_checkpoint(make_source())
     plan = make_plan(checkpoint)
-    execute(plan, checkpoint, tmp_path / "out", Options(max_shard_size=max_shard_size))
+    execute(plan, checkpoint, tmp_path / "out", RunOptions(max_shard_size=max_shard_size))
     found = {}
     shards = sorted((tmp_path / "out").glob("*.safetensors"))
     for shard in shards:
@@ -66,7 +66,7 @@ def test_output_holds_every_planned_tensor(
 
 def test_tensors_are_aligned_without_holes(make_source: MakeSource, make_plan: MakePlan, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(make_source())
-    execute(make_plan(checkpoint), checkpoint, tmp_path / "out", Options(max_shard_size=3000))
+    execute(make_plan(checkpoint), checkpoint, tmp_path / "out", RunOptions(max_shard_size=3000))
     for path in (tmp_path / "out").glob("*.safetensors"):
         header = read_header(path)  # refuses holes
         assert header.data_start % 64 == 0
@@ -83,7 +83,7 @@ def test_bytes_do_not_depend_on_jobs_or_memory(make_source: MakeSource, make_pla
     trees = []
     for number, (jobs, memory) in enumerate([(1, None), (2, None), (7, None), (7, 1)]):
         output = tmp_path / f"out{number}"
-        execute(plan, checkpoint, output, Options(jobs=jobs, memory=memory, max_shard_size=4000))
+        execute(plan, checkpoint, output, RunOptions(jobs=jobs, memory=memory, max_shard_size=4000))
         trees.append(hashes(output))
     assert trees.count(trees[0]) == len(trees)
 
@@ -95,7 +95,7 @@ def test_manifest_and_ledger_account_for_everything(
     checkpoint = open_checkpoint(source)
     plan = replace(make_plan(checkpoint), extra_files={"hf_quant_config.json": b"{}"}, notes=("a note",))
     output = tmp_path / "out"
-    execute(plan, checkpoint, output, Options(max_shard_size=4000))
+    execute(plan, checkpoint, output, RunOptions(max_shard_size=4000))
     manifest = json.loads((output / "manifest.json").read_text())
     tree = hashes(output)
     del tree["manifest.json"]
@@ -139,7 +139,7 @@ def test_places_that_would_harm_the_source_are_refused(make_source: MakeSource, 
     before = hashes(source)
     checkpoint = open_checkpoint(source)
     for output in (source, source / "out", source.parent, source / ".." / source.name / "x"):
-        for options in (Options(), Options(overwrite=True), Options(resume=True)):
+        for options in (RunOptions(), RunOptions(overwrite=True), RunOptions(resume=True)):
             with pytest.raises(PlanError, match="the source"):
                 execute(make_plan(checkpoint), checkpoint, output, options)
     assert hashes(source) == before
@@ -151,21 +151,21 @@ def test_foreign_and_finished_outputs_are_refused(make_source: MakeSource, make_
     output = tmp_path / "out"
     output.mkdir()
     (output / "thesis.txt").write_text("years of work")
-    for options in (Options(), Options(resume=True), Options(overwrite=True)):
+    for options in (RunOptions(), RunOptions(resume=True), RunOptions(overwrite=True)):
         with pytest.raises(PlanError, match="not empty"):
             execute(plan, checkpoint, output, options)
     (output / "thesis.txt").unlink()
-    execute(plan, checkpoint, output, Options(resume=True))
+    execute(plan, checkpoint, output, RunOptions(resume=True))
     first = hashes(output)
     with pytest.raises(PlanError, match="finished output"):
         execute(plan, checkpoint, output)
-    assert execute(plan, checkpoint, output, Options(resume=True)).written == 0
+    assert execute(plan, checkpoint, output, RunOptions(resume=True)).written == 0
     with pytest.raises(PlanError, match="other options"):
-        execute(make_plan(checkpoint, {"scheme": "u"}), checkpoint, output, Options(resume=True))
+        execute(make_plan(checkpoint, {"scheme": "u"}), checkpoint, output, RunOptions(resume=True))
     (output / "tokenizer.json").unlink()
     with pytest.raises(PlanError, match=r"tokenizer\.json"):
-        execute(plan, checkpoint, output, Options(resume=True))
-    assert execute(plan, checkpoint, output, Options(overwrite=True)).written > 0
+        execute(plan, checkpoint, output, RunOptions(resume=True))
+    assert execute(plan, checkpoint, output, RunOptions(overwrite=True)).written > 0
     assert hashes(output) == first
 
 
@@ -179,7 +179,7 @@ def test_a_bad_weight_leaves_nothing(make_plan: MakePlan, make_source: MakeSourc
     path.write_bytes(content)
     checkpoint = open_checkpoint(source)
     with pytest.raises(SchemeError, match="not finite"):
-        execute(make_plan(checkpoint), checkpoint, tmp_path / "out", Options(max_shard_size=1000))
+        execute(make_plan(checkpoint), checkpoint, tmp_path / "out", RunOptions(max_shard_size=1000))
     assert not (tmp_path / "out").exists()
 
 

@@ -20,7 +20,7 @@ import pytest
 
 from tilewright.kernels.errors import CheckpointError, PlanError, TilewrightError
 from tilewright.packer.checkpoint.files import open_checkpoint
-from tilewright.packer.engine.pipeline import Options, execute
+from tilewright.packer.engine.pipeline import RunOptions, execute
 from tilewright.packer.plan import Plan
 from tilewright.packer.records.journal import PARTIAL, Journal, kept_headers
 
@@ -94,7 +94,7 @@ def kill() -> None:
 def convert(source: Path, output: Path, make_plan: MakePlan, limit: int = SHARD, **options: Any) -> int:
     """What a command does: open, plan, execute."""
     checkpoint = open_checkpoint(source, consumed=kept_headers(output) if options.get("resume") else None)
-    return execute(make_plan(checkpoint), checkpoint, output, Options(max_shard_size=limit, **options)).written
+    return execute(make_plan(checkpoint), checkpoint, output, RunOptions(max_shard_size=limit, **options)).written
 
 
 def check_nothing_half_done(output: Path, final: dict[str, str]) -> None:
@@ -181,9 +181,11 @@ def test_changed_options_refuse_to_resume(make_source: MakeSource, make_plan: Ma
     interrupted(source, output, make_plan)
     checkpoint = open_checkpoint(source)
     with pytest.raises(PlanError, match="options are not those"):
-        execute(make_plan(checkpoint, {"scheme": "u"}), checkpoint, output, Options(resume=True, max_shard_size=SHARD))
+        execute(
+            make_plan(checkpoint, {"scheme": "u"}), checkpoint, output, RunOptions(resume=True, max_shard_size=SHARD)
+        )
     with pytest.raises(PlanError, match="options are not those"):
-        execute(make_plan(checkpoint), checkpoint, output, Options(resume=True, max_shard_size=SHARD + 1))
+        execute(make_plan(checkpoint), checkpoint, output, RunOptions(resume=True, max_shard_size=SHARD + 1))
 
 
 def test_changed_source_refuses_to_resume(make_source: MakeSource, make_plan: MakePlan, tmp_path: Path) -> None:

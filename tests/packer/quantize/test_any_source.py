@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tilewright.packer.checkpoint.files import open_checkpoint
-from tilewright.packer.engine.gate import Options, prepare
+from tilewright.packer.engine.gate import RunOptions, prepare
 from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.quantize.options import QuantizeOptions
 from tilewright.packer.quantize.planner import plan_quantize
@@ -101,7 +101,7 @@ def test_any_source(
     if plan.rejects:
         assert all(reject.name and reject.reason for reject in plan.rejects)
         return
-    prepare(plan, source, root / "out", Options())  # raises if the plan is inconsistent
+    prepare(plan, source, root / "out", RunOptions())  # raises if the plan is inconsistent
     execute(plan, source, root / "out")
     output = open_checkpoint(root / "out")
     assert set(output.files) == set(plan.tensors)

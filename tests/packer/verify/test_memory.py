@@ -24,14 +24,14 @@ MEASURE = """
 import sys, torch
 from pathlib import Path
 from tilewright.packer.checkpoint.files import open_checkpoint
+from tilewright import VerifyOptions, load_model
 from tilewright.packer.checkpoint.reading import read_contents
-from tilewright.packer.verify.job import Request
 from tilewright.packer.verify.whole_model import compare_directories
 torch.set_num_threads(1)
 Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
 sides = [(checkpoint, read_contents(checkpoint)) for checkpoint in map(open_checkpoint, sys.argv[1:3])]
-request = Request("model", text=Path(sys.argv[3]), windows=2, window=16, decode_steps=1)
-result = compare_directories(sides, request, lambda done, total: None)
+options = VerifyOptions("model", text=Path(sys.argv[3]), windows=2, window=16, decode_steps=1)
+result = compare_directories(sides, options, load_model)
 assert result.overall.kl < 0.01, result
 print([int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")][0])
 """

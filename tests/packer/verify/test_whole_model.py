@@ -10,11 +10,11 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+import tilewright  # noqa: E402
 from tilewright.engines.transformers.model import load_model  # noqa: E402
-from tilewright.packer.verify.job import Request, verify  # noqa: E402
+from tilewright.packer.verify.options import VerifyOptions  # noqa: E402
 from tilewright.packer.verify.results import ModelResult  # noqa: E402
 from tilewright.packer.verify.text import evenly_spaced_windows, read_tokens  # noqa: E402
-from tilewright.packer.verify.whole_model import compare_directories  # noqa: E402
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 TEXT = MODELS / "heldout.txt"
@@ -26,8 +26,8 @@ Edit = Callable[[Path, Callable[[Tensors], None]], Path]
 
 
 def run(reference: Path, candidate: Path, windows: int = 16) -> ModelResult:
-    request = Request("model", text=TEXT, windows=windows)
-    result = verify(str(reference), str(candidate), request, compare_directories).model
+    options = VerifyOptions("model", text=TEXT, windows=windows)
+    result = tilewright.verify(reference, candidate, options).model
     assert result is not None
     return result
 
@@ -63,8 +63,8 @@ def test_streamed_packed_model_is_the_whole_one(model: str, packed: Packed) -> N
     source = transformers.AutoModelForCausalLM.from_pretrained(MODELS / model, dtype=torch.float32).eval()
     with torch.inference_mode():
         p, q = (m(input_ids=tokens, use_cache=False).logits.float().log_softmax(-1) for m in (source, load_model(path)))
-    request = Request("model", text=TEXT, windows=8, window=64, decode_steps=0)
-    result = verify(str(MODELS / model), str(path), request, compare_directories).model
+    options = VerifyOptions("model", text=TEXT, windows=8, window=64, decode_steps=0)
+    result = tilewright.verify(MODELS / model, path, options).model
     assert result is not None
     assert result.decode is None
     assert result.overall.kl == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3, abs=1e-7)

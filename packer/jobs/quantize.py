@@ -1,0 +1,78 @@
+"""Quantize a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from tilewright.kernels.errors import TilewrightError, check_choice
+
+from ..checkpoint.files import open_checkpoint
+from ..engine.gate import RunOptions
+from ..progress import Progress
+from ..quantize.options import QuantizeOptions
+from ..quantize.planner import plan_quantize
+from ..quantize.requantized import measure
+from .calibration import CalibrationOptions, split_solver
+from .conversion import ConversionResult, Run
+
+DEVICES = ("cpu", "cuda")
+
+
+def quantize(
+    source: str | Path,
+    output: str | Path,
+    options: QuantizeOptions | str,
+    *,
+    calibration: CalibrationOptions | None = None,
+    run: RunOptions | None = None,
+    device: str = "cpu",
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> ConversionResult:
+    """Convert a checkpoint to block FP8, int8, int4 or W4AFP8.
+
+    Args:
+        source: A directory, one .safetensors file, or a hub id `org/name[@revision]`.
+        output: The directory to write.
+        options: What the output is to be; a string is the name of a scheme, with its defaults.
+        calibration: A text that runs through the source first.
+        run: How the job runs; nothing here but `max_shard_size` changes a byte of the output.
+        device: Where weights are quantized, "cpu" or "cuda".
+        dry_run: Decide and check everything, estimate the time, and write nothing.
+        progress: Hears how far the job is; a tqdm bar by default, `Silent()` says nothing.
+
+    Raises:
+        OptionError: The options are not allowed.
+        TilewrightError: The job is refused, with nothing left behind, or it failed or was interrupted; then
+            `RunOptions(resume=True)` goes on.
+    """
+    output = Path(output)
+    options = QuantizeOptions(options) if isinstance(options, str) else options
+    options, calibrate = split_solver(options, calibration)
+    ongoing = Run.of(run, progress)
+    checkpoint = ongoing.open(source, output)
+    plan = plan_quantize(checkpoint, options, _available(device))
+    if calibrate:
+        plan = calibrate.plan(plan, checkpoint, output)
+    jobs = ongoing.check({output: plan}, checkpoint)
+    if dry_run:
+        return ongoing.result(jobs, dry_run=True, timed=True)
+    if calibrate:
+        jobs = [calibrate.run(job, ongoing.progress) for job in jobs]
+        ongoing.tell(jobs[0].plan.notes)
+    ongoing.execute(jobs)
+    if calibrate:
+        calibrate.end()
+    loss = None if ongoing.options.consume else measure(checkpoint, open_checkpoint(output))
+    ongoing.tell([str(loss)] if loss else [])
+    return ongoing.result(jobs, dry_run=False, loss=loss)
+
+
+def _available(device: str) -> str:
+    check_choice("--device", device, DEVICES)
+    if device == "cuda" and not torch.cuda.is_available():
+        hint = "leave --device out to compute on the CPU"
+        raise TilewrightError("--device cuda: torch finds no CUDA device", hint=hint)
+    return device

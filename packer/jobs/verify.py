@@ -1,0 +1,112 @@
+"""Verify that a conversion is as good as its format allows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.contents import Contents
+from ..checkpoint.files import Checkpoint, open_checkpoint
+from ..checkpoint.reading import read_contents
+from ..progress import Progress, progress_on
+from ..records.manifest import FileCheck, check_files
+from ..verify.folds import follow_folds
+from ..verify.histograms import Histogram
+from ..verify.layers import check_layers, layer_names
+from ..verify.options import VerifyOptions
+from ..verify.results import LayerResult, ModelResult
+from ..verify.verdict import Verification
+from ..verify.weights import TensorResult, compare_weights
+from .extras import needing_transformers
+
+
+def verify(
+    reference: str | Path,
+    candidate: str | Path,
+    options: VerifyOptions | None = None,
+    *,
+    load_model: Callable[[Path], Any],
+    progress: Progress | None = None,
+) -> Verification:
+    """Compare `candidate`, quantized or packed, with `reference`.
+
+    Args:
+        reference: A directory, one .safetensors file, or a hub id.
+        candidate: The same.
+        options: How far to go, and what passes.
+        load_model: Loads a packed directory as a model, for level `model`.
+        progress: Hears how far the job is; a tqdm bar by default, `Silent()` says nothing.
+
+    Raises:
+        OptionError: The options are not allowed.
+        TilewrightError: One of them cannot be read, or not be run. A result below its threshold is no error.
+    """
+    options, progress = options or VerifyOptions(), progress or progress_on()
+    sides = open_checkpoint(reference), open_checkpoint(candidate)
+    contents = read_contents(sides[0]), read_contents(sides[1])
+    notes = [*sides[0].notes, *sides[1].notes]
+    files = _files(sides, progress) if options.checksums else None
+    moved = follow_folds(*contents, sides[0].config.get("model_type", ""))
+    tensors, histograms = _weights(moved, contents[1], options.thresholds.weight_error, progress)
+    layers = _layers(sides[1], progress) if options.includes("layers") else None
+    if layers == []:
+        notes.append("the candidate is not packed, so there are no packed layers to run")
+    model: ModelResult | None = None
+    if options.includes("model"):
+        whole_model = needing_transformers("verify.whole_model", "--level model")
+        both = list(zip(sides, contents, strict=True))
+        model = whole_model.compare_directories(both, options, load_model, progress)
+    return Verification(
+        reference=str(reference),
+        candidate=str(candidate),
+        level=options.level,
+        thresholds=options.thresholds,
+        tensors=tensors,
+        histograms=histograms,
+        layers=layers,
+        model=model,
+        notes=notes,
+        files=files,
+    )
+
+
+def _files(sides: Sequence[Checkpoint], progress: Progress) -> FileCheck | None:
+    """Both sides' files against their manifests; None if neither has one."""
+    found = [check_files(side.root, side.headers, progress) for side in {side.root: side for side in sides}.values()]
+    checks = [check for check in found if check]
+    if not checks:
+        return None
+    return FileCheck(sum(check.checked for check in checks), tuple(line for check in checks for line in check.damaged))
+
+
+def _weights(
+    reference: Contents, candidate: Contents, limit: float | None, progress: Progress
+) -> tuple[list[TensorResult], dict[str, Histogram]]:
+    """Every tensor, worst first, and counts of codes and scales by format."""
+    histograms: dict[str, Histogram] = {}
+    results: list[TensorResult] = []
+    progress.start("verifying weights", sum(math.prod(w.shape) for w in reference.weights.values()), unit="weights")
+    try:
+        for result, codes in compare_weights(reference, candidate, limit):
+            if codes is not None:
+                histograms.setdefault(codes.format.id, Histogram()).add(codes)
+            results.append(result)
+            progress.advance(0 if result.status == "unexpected" else math.prod(result.shape))
+    finally:
+        progress.finish()
+    return sorted(results, key=lambda result: result.badness, reverse=True), dict(sorted(histograms.items()))
+
+
+def _layers(candidate: Checkpoint, progress: Progress) -> list[LayerResult]:
+    """Every packed layer, worst first."""
+    layers = []
+    progress.start("verifying layers", len(layer_names(candidate)), unit="layers")
+    try:
+        for result in check_layers(candidate):
+            layers.append(result)
+            progress.advance()
+    finally:
+        progress.finish()
+    return sorted(layers, key=lambda layer: (layer.relative == layer.relative, -layer.relative))
