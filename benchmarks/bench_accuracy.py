@@ -23,12 +23,12 @@ from transformers import AutoConfig
 from tilewright.kernels.formats import FORMATS, WeightFormat
 from tilewright.kernels.tensors import QTensor
 from tilewright.packer.calibrate.fold import Folder
-from tilewright.packer.calibrate.graph import FOLDS
 from tilewright.packer.calibrate.method import CalibrationTargets, Method
 from tilewright.packer.calibrate.observe import Observed, observe
 from tilewright.packer.calibrate.store import Solution
 from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.checkpoint.reading import read_contents
+from tilewright.packer.families.norms import FOLDS
 from tilewright.packer.schemes.scheme import StorageSpec
 from tilewright.packer.solvers import SOLVERS
 from tilewright.packer.solvers.blocks import block_amax, encode

@@ -16,8 +16,9 @@ import torch
 
 from tilewright.kernels.errors import LayoutError
 from tilewright.kernels.layouts.cpu_blocks import BLOCK_K, BLOCK_N, row_unit
+from tilewright.kernels.model_names import JOINED
 from tilewright.kernels.packed.directory import PackedCheckpoint
-from tilewright.kernels.packed.module_spec import JOINED, ModuleSpec
+from tilewright.kernels.packed.module_spec import ModuleSpec
 from tilewright.kernels.registry import Registry
 
 SAME = {

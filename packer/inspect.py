@@ -21,9 +21,9 @@ from .checkpoint.encoding import ACTIVATION_SUFFIXES
 from .checkpoint.files import Checkpoint
 from .checkpoint.packed import packed_modules, stored_inventory
 from .families import family_of
-from .families.config import announced_mtp, expert_count, text_config, text_value
+from .families.config import HIDDEN, LAYERS, announced_mtp, expert_count, is_tied, text_config
+from .families.layers import mtp_tensors
 from .families.roles import KEPT, Role
-from .quantize.model_config import mtp_tensors
 from .records.manifest import read_manifest
 
 Kind = Literal["plain", "quantized", "packed"]
@@ -233,7 +233,7 @@ def _scheme(block: Mapping[str, Any], metadata: Mapping[str, str], manifest: Map
 def _model(checkpoint: Checkpoint, items: tuple[Item, ...]) -> dict[str, Any]:
     """Facts that config.json states, and how many experts the files really hold."""
     config = text_config(checkpoint.config)
-    names = ("num_hidden_layers", "hidden_size", "num_experts_per_tok", "moe_intermediate_size", "vocab_size")
+    names = (LAYERS, HIDDEN, "num_experts_per_tok", "moe_intermediate_size", "vocab_size")
     mtp = mtp_tensors(checkpoint.files, checkpoint.config)
     return {
         "model_type": config.get("model_type"),
@@ -243,7 +243,7 @@ def _model(checkpoint: Checkpoint, items: tuple[Item, ...]) -> dict[str, Any]:
         "expert_matrices": sum(item.role == "expert" for item in items),
         "mtp_layers": announced_mtp(checkpoint.config),
         "mtp_tensors": len(mtp),
-        "tied_head": bool(text_value(checkpoint.config, "tie_word_embeddings")),
+        "tied_head": bool(is_tied(checkpoint.config)),
     }
 
 

@@ -114,6 +114,52 @@ def test_no_import_cycles() -> None:
     assert done == set(graph), f"these import each other in a circle: {sorted(set(graph) - done)}"
 
 
+# Names that only some models use: of Linears, heads, norms, stacks of experts, MTP layers, counts in config.json.
+FAMILY_NAMES = re.compile(
+    r"(?:^|[^\w-])(?:\w+_proj|lm_head|embed_tokens|self_attn|\w+_layernorm|block_sparse_moe|mlp\.\w+|nextn|"
+    r"num_(?:hidden_layers|attention_heads|key_value_heads|experts|local_experts|nextn\w*)|n_routed_experts|"
+    r"kv_lora_rank|qk_nope_head_dim|tie_word_embeddings|hidden_size|head_dim)\b|layers\\\."
+)
+FAMILY_PLACES = (
+    "packer/families/",
+    "kernels/python/model_names.py",
+    "packer/inspect_text.py",
+    "engines/",
+)  # engines: modules of their classes
+SENTENCE = re.compile(r"\w+ \w+ \w|\w+ = $")  # texts for people may name a key of config.json
+
+
+def _strings(tree: ast.AST) -> Iterator[ast.Constant]:
+    """Every string of a program that is no docstring and no sentence."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    docstrings = {
+        id(node.body[0].value)
+        for node in ast.walk(tree)
+        if isinstance(node, documented) and node.body and isinstance(node.body[0], ast.Expr)
+    }
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docstrings
+        if is_text and not SENTENCE.search(node.value):
+            yield node
+
+
+def test_names_of_families_stand_in_families() -> None:
+    found = [
+        f"{_name(path)}:{node.lineno} {node.value!r}"
+        for _, _, path in _modules()
+        if not _name(path).startswith(FAMILY_PLACES)
+        for node in _strings(ast.parse(path.read_text()))
+        if FAMILY_NAMES.search(str(node.value))
+    ]
+    assert not found
+
+
+def test_the_check_of_family_names_sees_them() -> None:
+    code = '"""q_proj"""\nA = "q_proj"\nB = f"{A}.lm_head"\nC = r"layers\\.(\\d+)"\nD = "it says hidden_size"\n'
+    found = {node.lineno for node in _strings(ast.parse(code)) if FAMILY_NAMES.search(str(node.value))}
+    assert found == {2, 3, 4}
+
+
 def test_nothing_names_a_machine_or_a_registry() -> None:
     pattern = re.compile(r"(^|[^\w.])/(w[o]rk|r[o]ot|h[o]me)/\w|p[y]pi[.]org|python[h]osted|npm[j]s|debian[.]org")
     found = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from .errors import TilewrightError
@@ -32,8 +33,21 @@ class Registry(Mapping[str, T]):
         self._what = what
         self._entries: dict[str, T] = {}
         for entry in entries:
-            assert entry.id not in self._entries, f"two {what}s are called {entry.id}"
-            self._entries[entry.id] = entry
+            self.add(entry)
+
+    def add(self, entry: T) -> None:
+        """List one more entry at the end, such as one from another package."""
+        assert entry.id not in self._entries, f"two {self._what}s are called {entry.id}"
+        self._entries[entry.id] = entry
+
+    @contextmanager
+    def extended(self, entry: T) -> Iterator[None]:
+        """List one more entry inside a `with` block."""
+        self.add(entry)
+        try:
+            yield
+        finally:
+            del self._entries[entry.id]
 
     def __getitem__(self, name: str) -> T:
         if name in self._entries:

@@ -14,10 +14,10 @@ from tilewright.kernels.errors import PlanError
 from tilewright.kernels.formats import FP8
 from tilewright.kernels.tensors import QTensor, Reject
 
+from ..families.norms import FOLDS, in_folds
 from ..plan import Copy, Plan, Step, Task
 from ..quantize.steps import Part, QuantizeStep
 from ..schemes.scheme import SIXTEEN_BITS, StorageSpec
-from .graph import FOLDS, in_folds
 from .method import CalibrationTargets, Method
 from .store import Store
 

@@ -10,9 +10,10 @@ from torch import nn
 
 from tilewright.kernels.errors import SchemeError
 
+from ..families.experts import LONG
+from ..families.norms import EXPERTS, Fold
 from ..solvers import SOLVERS
 from ..solvers.smooth import Reader, channel_exponents
-from .graph import EXPERTS, Fold
 from .method import CalibrationTargets, Method
 from .observe import ExpertInputs, Observed
 from .statistics import InputStatistics
@@ -79,7 +80,7 @@ class Folder:
             assert isinstance(module.gate_up_proj, torch.Tensor)
             for expert, stack in enumerate(module.gate_up_proj):
                 gate, up = stack.chunk(2)
-                found += [_Matrix(f"{name}.{expert}.gate_proj", gate), _Matrix(f"{name}.{expert}.up_proj", up)]
+                found += [_Matrix(f"{name}.{expert}.{LONG.gate}", gate), _Matrix(f"{name}.{expert}.{LONG.up}", up)]
         return found
 
     def _reader(self, matrix: _Matrix) -> Reader:

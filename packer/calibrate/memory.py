@@ -8,8 +8,9 @@ from collections.abc import Mapping
 
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.reading import read_contents
-from ..families.config import text_config
-from .graph import FOLDS, LAYER, reads
+from ..families.config import HIDDEN, text_config
+from ..families.layers import LAYER
+from ..families.norms import FOLDS, reads
 from .method import BATCH_TOKENS, CalibrationTargets, Method
 
 FP32 = 4  # bytes
@@ -43,7 +44,7 @@ def calibration_memory(checkpoint: Checkpoint, method: Method, wanted: Calibrati
         elif len(weight.shape) == 2:
             layers[found[1]][name.removesuffix(".weight")] = (weight.shape[0], weight.shape[1])
     config = text_config(checkpoint.config)
-    states = FP32 * method.windows * method.window * int(config.get("hidden_size", 0))
+    states = FP32 * method.windows * method.window * int(config.get(HIDDEN, 0))
     largest = max((_layer(matrices, method, wanted) for matrices in layers.values()), default=0)
     return LIBRARIES + outside + STATES * states + largest
 

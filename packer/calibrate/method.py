@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
+from ..families.norms import Fold, reads
 from ..schemes.scheme import StorageSpec
-from .graph import Fold, reads
 
 Kind = Literal["gptq", "awq", "scales"]
 BATCH_TOKENS = 8192  # tokens that pass a layer at once: bounds the memory of its intermediate results

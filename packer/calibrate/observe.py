@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..families.experts import LONG
 from .statistics import InputStatistics
 
 ENOUGH = 512  # tokens below which an expert borrows some of its layer: four of the largest groups
@@ -131,7 +132,7 @@ def observe(layer: nn.Module, path: str, with_hessian: bool) -> Iterator[Observe
 
 def fused_experts(module: nn.Module) -> bool:
     """Whether a module holds the experts of a layer in plain stacks [E, 2I, H] and [E, H, I]."""
-    stacks = [getattr(module, name, None) for name in ("gate_up_proj", "down_proj")]
+    stacks = [getattr(module, name, None) for name in (LONG.gate_up, LONG.down)]
     return (
         all(isinstance(stack, nn.Parameter) and stack.dim() == 3 for stack in stacks)
         and hasattr(module, "_apply_gate")

@@ -10,6 +10,7 @@ from torch import nn
 
 from tilewright.kernels.errors import SchemeError
 
+from ..families.experts import LONG
 from ..heap import FreedMemory
 from ..solvers import SOLVERS
 from ..solvers.gptq import ErrorFeedback
@@ -69,7 +70,7 @@ class LayerSolver:
         return self.solution
 
     def _expert(self, path: str, inputs: ExpertInputs, expert: int) -> None:
-        names = [f"{path}.{projection}" for projection in ("gate_proj", "up_proj", "down_proj")]
+        names = [f"{path}.{projection}" for projection in LONG.projections]
         if not any(name in self.wanted.targets or name in self.wanted.inputs for name in names):
             return
         tokens, counted = inputs.of(expert)

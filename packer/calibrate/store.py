@@ -15,7 +15,7 @@ from tilewright.kernels.formats import FORMATS
 from tilewright.kernels.packed.safetensors_file import MappedFile, read_header
 from tilewright.kernels.tensors import QTensor
 
-from .graph import LAYER
+from ..families.layers import LAYER
 
 KEY = "calibration.json"
 NOTES = "notes.json"

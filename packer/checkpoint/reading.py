@@ -16,7 +16,8 @@ from tilewright.kernels.packed.module_spec import Cut, ModuleSpec
 from tilewright.kernels.tensors import QTensor
 
 from ..families import family_of
-from ..families.config import text_value
+from ..families.config import is_tied
+from ..families.layers import EMBEDDING, HEAD
 from ..plan import Source
 from ..records.manifest import solver_of
 from .contents import Contents, LogicalTensor
@@ -26,7 +27,6 @@ from .matrices import Matrix, matrices_of
 from .packed import packed_modules, split_rows, stored_inventory
 
 FEEDBACK = ("gptq",)  # solvers whose codes are not the nearest ones
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
 def read_contents(checkpoint: Checkpoint) -> Contents:
@@ -44,12 +44,11 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
                 hint="verify the uncut packed directory: a cut moves weights and changes none",
             )
     weights = (*_packed_weights(checkpoint, packed), *_stored_tensors(checkpoint))
-    tied = text_value(checkpoint.config, "tie_word_embeddings")
     return Contents(
         title=str(checkpoint.root),
         weights={weight.name: weight for weight in weights},
         dropped=_dropped(checkpoint.root),
-        aliases={HEAD: EMBEDDING} if tied else {},
+        aliases={f"{HEAD}.weight": f"{EMBEDDING}.weight"} if is_tied(checkpoint.config) else {},
         feedback=solver_of(checkpoint.root) in FEEDBACK,
         forget=partial(_forget, checkpoint),
     )

@@ -8,7 +8,7 @@ from typing import Any
 
 from tilewright.kernels.tensors import Reject
 
-from ..families.config import text_config
+from ..families.config import HIDDEN, text_config
 from ..families.experts import ExpertsOrder, ExpertSpellings
 from ..families.family import ModelFamily
 from .encoding import StoredWeight
@@ -69,7 +69,7 @@ def decide(
         The layout, or why there is none. All stacks of a layer share it, so one that is square on its own is decided
         by the others.
     """
-    hidden = text_config(config).get("hidden_size")
+    hidden = text_config(config).get(HIDDEN)
     votes: dict[bool, StoredWeight] = {}
     for stack in stacks:
         a, b = stack.shape[1:]

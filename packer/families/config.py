@@ -7,6 +7,9 @@ from typing import Any
 
 TEXT_PARTS = ("text_config", "language_config", "llm_config", "thinker_config")
 EXPERT_COUNTS = ("num_local_experts", "n_routed_experts", "num_experts")
+LAYERS, HIDDEN, HEADS, KV_HEADS = "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"
+HEAD_SIZE, TIED = "head_dim", "tie_word_embeddings"
+LATENT_SIZES = (HEADS, "qk_nope_head_dim", "v_head_dim", "kv_lora_rank")  # of latent attention
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
 
@@ -21,6 +24,12 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def text_value(config: Mapping[str, Any], key: str) -> Any:
     """A value of the top level, or of the text model's part."""
     return config.get(key, text_config(config).get(key))
+
+
+def is_tied(config: Mapping[str, Any]) -> bool | None:
+    """Whether the output head is the embedding; None if config.json does not say."""
+    stated = text_value(config, TIED)
+    return None if stated is None else bool(stated)
 
 
 def expert_count(config: Mapping[str, Any]) -> int:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from .experts import ExpertsOrder, ExpertSpellings
+from .parallel import MERGED, MergedLinear, ParallelAxes
 from .roles import COMMON, Role, Rule
 
 WRAPPER = re.compile(
@@ -29,6 +30,8 @@ class ModelFamily:
         rules: Rules of this family, asked before those that all families share.
         experts_order: Order of the rows of a stacked gate_up tensor; None where nothing is known.
         experts: How the matrices of its experts are called.
+        merged: Linears that engines load as one.
+        axes: How its Linears are cut for tensor-parallel runs.
     """
 
     id: str
@@ -36,6 +39,8 @@ class ModelFamily:
     rules: tuple[Rule, ...] = ()
     experts_order: ExpertsOrder | None = "gate-up"
     experts: ExpertSpellings = ExpertSpellings()
+    merged: tuple[MergedLinear, ...] = MERGED
+    axes: ParallelAxes = ParallelAxes()
 
     def role(self, module: str) -> Role:
         """The role of a module (a tensor name without its last part, or the name of a bare parameter)."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +12,9 @@ from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.packed.module_spec import Cut
 from tilewright.kernels.tensors import QTensor, Reject, TensorSpec
 
-from ..families.config import text_config
-from .parallel import BY_COLUMNS, BY_ROWS
-
-# Several matrices in one, each to be cut.
-FUSED = re.compile(r"^(?:.*\.)?(?:qkv_proj|gate_up_proj|query_key_value|in_proj_qkvz)(?=\.|$)")
-HEAD_NORMS = ("q_norm.weight", "k_norm.weight")
+from ..families import family_of
+from ..families.config import HEAD_SIZE, HEADS, KV_HEADS, text_config
+from ..families.parallel import HEAD_NORMS, ParallelAxes
 
 
 @dataclass(frozen=True)
@@ -85,12 +81,13 @@ def cut_of(rank: int, tp: int, ep: int) -> Cut:
     return Cut((rank, tp), (rank // (tp // ep), ep))
 
 
-def share_of(projection: str, cut: Cut, is_expert: bool) -> RankSlice:
+def share_of(projection: str, cut: Cut, axes: ParallelAxes, is_expert: bool) -> RankSlice:
     """The share of a weight whose module path ends in `projection`.
 
     Args:
         projection: Last part of the path, such as `q_proj`.
         cut: The rank's cut.
+        axes: How the family's Linears are cut.
         is_expert: Whether it is a routed expert's.
     """
     number, count = cut.tp
@@ -100,9 +97,9 @@ def share_of(projection: str, cut: Cut, is_expert: bool) -> RankSlice:
         if count > 1:
             count //= cut.ep[1]
             number %= count
-    if projection in BY_ROWS:
+    if projection in axes.rows:
         return RankSlice(rows=(number, count), experts=experts)
-    if projection in BY_COLUMNS:
+    if projection in axes.columns:
         return RankSlice(columns=(number, count), experts=experts)
     return RankSlice(experts=experts)
 
@@ -119,18 +116,26 @@ def cut_rejects(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], tp: 
     text = text_config(config)
     if tp > 1 and tp % ep:
         yield Reject("--ep", f"{tp} ranks are not {ep} equal groups", "choose --ep so that it divides --tp")
-    for key in ("num_attention_heads", "num_key_value_heads"):
+    for key in (HEADS, KV_HEADS):
         count = text.get(key)
         if isinstance(count, int) and count % tp:
             yield Reject("config.json", f"{key} = {count} is not {tp} equal shares")
     if tp == 1:
         return
-    fused = {match[0]: None for name, spec in specs.items() if len(spec.shape) == 2 and (match := FUSED.match(name))}
-    for module in fused:
+    fused = family_of(config).axes.fused
+    matrices = (_ending_with(fused, name) for name, spec in specs.items() if len(spec.shape) == 2)
+    for module in dict.fromkeys(matrix for matrix in matrices if matrix):
         yield Reject(module, "holds several matrices in one, and no rule says how to cut it")
-    head, heads = text.get("head_dim"), text.get("num_attention_heads")
+    head, heads = text.get(HEAD_SIZE), text.get(HEADS)
     for name, spec in specs.items():
         if name.endswith(HEAD_NORMS) and isinstance(head, int) and spec.shape != (head,):
             yield Reject(name, f"normalises all heads together: {list(spec.shape)}, head_dim = {head}")
         if name.rpartition(".")[0].endswith("attn") and spec.shape == (heads,):
             yield Reject(name, f"has a number for each of {heads} heads, and no rule says how to cut it")
+
+
+def _ending_with(names: Sequence[str], path: str) -> str | None:
+    """The beginning of a path that ends with a part called like one of `names`; None if there is none."""
+    parts = path.split(".")
+    places = [place for place, part in enumerate(parts) if part in names]
+    return ".".join(parts[: places[-1] + 1]) if places else None

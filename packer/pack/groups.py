@@ -9,11 +9,12 @@ import torch
 
 from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.layouts.cpu_blocks import row_unit
-from tilewright.kernels.packed.module_spec import JOINED, Cut
+from tilewright.kernels.packed.module_spec import Cut
 from tilewright.kernels.tensors import Reject
 
 from ..checkpoint.matrices import Matrix
 from ..families.experts import ExpertSpellings
+from ..families.family import ModelFamily
 from .cuts import RankSlice, share_of
 
 
@@ -135,24 +136,25 @@ class Linear:
         return f"{_tail(self.weight.module)} {self.weight.stored.encoding} {list(self.weight.shape)}{bias}"
 
 
-def join_linears(linears: Mapping[str, Linear], cut: Cut) -> Iterator[ModuleGroup | Reject]:
+def join_linears(linears: Mapping[str, Linear], cut: Cut, family: ModelFamily) -> Iterator[ModuleGroup | Reject]:
     """Linears that are multiplied by the same input, as one, if the packed bytes of each stay what they are alone.
 
     Args:
         linears: All Linears of a model by name.
         cut: The rank's cut; each Linear is cut on its own.
+        family: The family, which knows what is merged.
 
     Yields:
         A group for Linears that can be joined, or why they cannot; nothing for those that are not packed.
     """
     for first in linears:
         path = first.removesuffix(_tail(first))
-        for name, tails in JOINED.items():
+        for name, tails in ((merged.name, merged.parts) for merged in family.merged if merged.packed):
             if _tail(first) != tails[0] or path + name in linears or any(path + tail not in linears for tail in tails):
                 continue
             parts = [linears[path + tail] for tail in tails]
             if any(part.format for part in parts):
-                reason = _against_joining(parts, share_of(tails[0], cut, is_expert=False))
+                reason = _against_joining(parts, share_of(tails[0], cut, family.axes, is_expert=False))
                 weights = tuple(part.weight for part in parts)
                 yield Reject(path + name, reason) if reason else ModuleGroup(path + name, (weights,))
 

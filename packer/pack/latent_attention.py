@@ -24,11 +24,9 @@ from tilewright.kernels.layouts.base import Layout
 from tilewright.kernels.tensors import QTensor, Reject
 
 from ..checkpoint.matrices import Matrix
-from ..families.config import text_config
+from ..families.config import LATENT_SIZES, text_config
 from .cuts import RankSlice
 from .steps import read_codes
-
-PROJECTION = "kv_b_proj"
 
 
 @dataclass(frozen=True)
@@ -60,10 +58,9 @@ class Heads:
 def heads_of(weight: Matrix, config: Mapping[str, Any], ranks: int) -> Heads | Reject:
     """The heads of a `kv_b_proj` of which each of `ranks` ranks holds an equal share."""
     text = text_config(config)
-    keys = ("num_attention_heads", "qk_nope_head_dim", "v_head_dim", "kv_lora_rank")
-    sizes = [text.get(key) for key in keys]
+    sizes = [text.get(key) for key in LATENT_SIZES]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
-        return Reject(weight.module, f"config.json lacks one of {', '.join(keys)}")
+        return Reject(weight.module, f"config.json lacks one of {', '.join(LATENT_SIZES)}")
     heads, nope, value, rank = (int(size) for size in sizes if size)
     if weight.shape != (heads * (nope + value), rank):
         reason = f"is {list(weight.shape)}, config.json says {heads} heads of {nope} + {value} rows and {rank} columns"

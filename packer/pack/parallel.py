@@ -9,12 +9,11 @@ from typing import Any
 from tilewright.kernels.formats import FORMATS
 
 from ..checkpoint.encoding import StoredWeight
-from ..families.config import expert_count, text_config
+from ..families import family_of
+from ..families.config import HEADS, KV_HEADS, expert_count, text_config
+from ..families.parallel import ParallelAxes
 
 SIZES = (2, 4, 8, 16, 32)
-KV = ("k_proj", "v_proj")
-BY_ROWS = ("q_proj", *KV, "qkv_proj", "gate_proj", "up_proj", "w1", "w3", "q_b_proj", "kv_b_proj")  # cut along N
-BY_COLUMNS = ("o_proj", "out_proj", "down_proj", "w2")  # cut along K; all others are held whole by every device
 
 
 @dataclass(frozen=True)
@@ -33,11 +32,13 @@ class Degree:
 def tensor_parallel(weights: Sequence[StoredWeight], config: Mapping[str, Any]) -> list[Degree]:
     """Tensor-parallel degrees without expert parallelism, each with the first reason against it."""
     text = text_config(config)
-    heads, kv_heads = text.get("num_attention_heads"), text.get("num_key_value_heads")
+    axes = family_of(config).axes
+    heads, kv_heads = text.get(HEADS), text.get(KV_HEADS)
     alike = {(weight.module.rpartition(".")[2], weight.shape, weight.stored_format): weight for weight in weights[::-1]}
     return [
         Degree(
-            size, _against_heads(heads, size) or _first(_against(weight, size, kv_heads) for weight in alike.values())
+            size,
+            _against_heads(heads, size) or _first(_against(weight, size, kv_heads, axes) for weight in alike.values()),
         )
         for size in SIZES
     ]
@@ -71,16 +72,16 @@ def _against_heads(heads: Any, size: int) -> str | None:
     return f"{heads} attention heads" if isinstance(heads, int) and heads % size else None
 
 
-def _against(weight: StoredWeight, size: int, kv_heads: Any) -> str | None:
+def _against(weight: StoredWeight, size: int, kv_heads: Any, axes: ParallelAxes) -> str | None:
     """Why this weight cannot be cut into `size` parts."""
     name = weight.module.rpartition(".")[2]
     fmt = FORMATS[weight.stored_format] if weight.quantized and weight.stored_format else None
     n, k = weight.shape[-2:]
-    if name in KV and isinstance(kv_heads, int) and size > kv_heads > 0:
+    if name in axes.keys_values and isinstance(kv_heads, int) and size > kv_heads > 0:
         size = kv_heads  # devices beyond the number of heads hold copies
-    if name in BY_ROWS:
+    if name in axes.rows:
         return _against_cut(weight, n, size, fmt.block_n if fmt else 1, "rows")
-    if name in BY_COLUMNS:
+    if name in axes.columns:
         return _against_cut(weight, k, size, (fmt.block_k or 1) if fmt else 1, "columns")
     return None
 

@@ -19,8 +19,10 @@ from ..checkpoint.encoding import StoredWeight
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.matrices import Matrix, matrices_of
 from ..families import family_of
-from ..families.config import text_value
+from ..families.config import is_tied
 from ..families.family import ModelFamily
+from ..families.layers import HEAD, KV_B
+from ..families.parallel import ParallelAxes
 from ..families.roles import KEPT, Role
 from ..plan import Copy, Fate, Piece, Plan, Source, Task
 from ..quantize.planner import source_specs
@@ -28,12 +30,11 @@ from ..records.manifest import solver_of
 from .activation_scales import reduced_scale
 from .cuts import RankSlice, cut_of, cut_rejects, share_of
 from .groups import Linear, ModuleGroup, group_experts, join_linears
-from .latent_attention import PROJECTION, AbsorbStep, heads_of
+from .latent_attention import AbsorbStep, heads_of
 from .steps import PackedPart, PackStep
 from .target import PackTarget, scheme_of, source_layout
 
 ROUTER = "router: its scores are computed from the plain weight, in the precision that the model asks for"
-HEAD = "lm_head"
 SIXTEEN_BITS = ("bf16", "fp16")  # encodings of stacks of experts that are packed
 WHOLE = Cut()
 DEGREES = (1, 2, 4, 8, 16, 32, 64)
@@ -89,6 +90,10 @@ class _Planner:
     notes: list[str] = field(default_factory=list)
     formats: dict[Role, set[str]] = field(default_factory=dict)  # quantized formats found for each role
 
+    @property
+    def _axes(self) -> ParallelAxes:
+        return family_of(self.checkpoint.config).axes
+
     def decide(self) -> None:
         """Walk through the weights in source order, then through all that is left."""
         source = self.checkpoint
@@ -112,7 +117,7 @@ class _Planner:
                 group = joined.get(matrix.module) or ModuleGroup(matrix.module, ((matrix,),))
                 if matrix is group.experts[0][0]:
                     self._pack([group], role)
-                if self.target.absorbs and matrix.module.endswith(f".{PROJECTION}"):
+                if self.target.absorbs and matrix.module.endswith(f".{KV_B}"):
                     self._absorb(matrix)
             else:
                 self._copy(matrix.stored.tensors, ROUTER if role == "router" else KEPT.get(role, role))
@@ -180,7 +185,7 @@ class _Planner:
                     linears[matrix.module] = Linear(matrix, fmt, bias)
         groups: dict[str, ModuleGroup] = {}
         apart: dict[str, list[str]] = {}
-        for found in join_linears(linears, self.cut):
+        for found in join_linears(linears, self.cut, family):
             if isinstance(found, Reject):
                 apart.setdefault(found.reason, []).append(found.name)
             else:
@@ -217,7 +222,7 @@ class _Planner:
             self.rejects.append(heads)
         if weight.module not in self.modules or isinstance(heads, Reject) or not isinstance(fmt, WeightFormat):
             return
-        prefix = weight.module.removesuffix(f".{PROJECTION}")
+        prefix = weight.module.removesuffix(f".{KV_B}")
         made = heads.format(fmt)
         layout = LAYOUTS["cpu-vnni-fp8" if made is FP8 else "cpu-vnni-bf16"]
         outputs: dict[str, TensorSpec] = {}
@@ -225,7 +230,7 @@ class _Planner:
             spec = self.modules[f"{prefix}.{name}"] = ModuleSpec(layout, made, shape)
             outputs |= {f"{prefix}.{name}.{suffix}": tensor for suffix, tensor in spec.tensors().items()}
         self.tensors |= outputs
-        share = share_of(PROJECTION, self.cut, is_expert=False)
+        share = share_of(KV_B, self.cut, self._axes, is_expert=False)
         step = AbsorbStep(prefix, weight, fmt, share, heads, layout)
         self.tasks.append(Task(weight.sources, tuple(Piece(*output) for output in outputs.items()), step))
         for name in weight.stored.tensors:
@@ -239,7 +244,7 @@ class _Planner:
             return
         if f"{HEAD}.weight" in self.checkpoint.files or "ForCausalLM" not in str(config.get("architectures")):
             return
-        if text_value(config, "tie_word_embeddings") is False:
+        if is_tied(config) is False:
             hint = "set tie_word_embeddings in config.json if the head is the embedding"
             self.rejects.append(Reject(HEAD, "is absent, and config.json says that it is not tied", hint))
         elif len(embeddings) == 1:
@@ -276,7 +281,7 @@ class _Planner:
                 layouts.append(layout)
         if not fmt or not layouts:
             reason = f"{weights[0].stored.encoding} stays as it is"
-            if share_of(weights[0].module.rpartition(".")[2], self.cut, groups[0].stacked) != RankSlice():
+            if share_of(weights[0].module.rpartition(".")[2], self.cut, self._axes, groups[0].stacked) != RankSlice():
                 self.rejects.append(Reject(groups[0].name, f"{reason}, and only packed matrices are cut"))
             self._copy(dict.fromkeys(name for weight in weights for name in weight.stored.tensors), reason)
         if not fmt or len(layouts) != len(groups):
@@ -293,7 +298,7 @@ class _Planner:
     def _cut(self, group: ModuleGroup, fmt: WeightFormat) -> ModuleGroup:
         """The group with this rank's share of it."""
         first = group.experts[0][0]
-        share = share_of(first.module.rpartition(".")[2], self.cut, group.stacked)
+        share = share_of(first.module.rpartition(".")[2], self.cut, self._axes, group.stacked)
         n, k = first.shape
         if reason := share.against(fmt, n, k):
             self.rejects.append(Reject(first.module, reason))

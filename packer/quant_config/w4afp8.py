@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
+from ..families.parallel import MERGED
 from .inputs import QuantConfigInputs
 
 # Static activation scale of experts without calibration. FP8 is a floating format: under scale 1 every activation
@@ -14,15 +15,7 @@ from .inputs import QuantConfigInputs
 # SGLang's own buffers begin with. A calibrated value replaces it; engines with dynamic scales never look at it.
 UNCALIBRATED_INPUT_SCALE = 1.0
 
-FUSED = {  # the names of TensorRT-LLM's merged modules
-    "q_a_proj": "fused_a",
-    "kv_a_proj_with_mqa": "fused_a",
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-}
+FUSED = {part: merged.name for merged in MERGED for part in merged.parts}  # TensorRT-LLM's merged modules
 
 
 def write(output: QuantConfigInputs) -> dict[str, Any]:

@@ -3,36 +3,16 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tilewright.kernels.tensors import Reject
 
-from ..families.config import MTP_COUNTS, announced_mtp, text_config, text_value
-from ..families.family import unwrapped
+from ..families.config import LAYERS, MTP_COUNTS, TIED, announced_mtp, is_tied
+from ..families.layers import HEAD, has_embedding, has_head
 from .options import QuantizeOptions
 
 STALE = ("quantization_config", "compression_config")
-LAYER = re.compile(r"^model\.layers\.(\d+)\.")
-MTP = re.compile(r"^(?:model\.)?(?:mtp|nextn)(?:\.|$)")
-
-
-def mtp_tensors(names: Iterable[str], config: Mapping[str, Any]) -> set[str]:
-    """The tensors of MTP layers: those after the last regular layer, and everything under `mtp.`."""
-    layers = text_config(config).get("num_hidden_layers")
-    found = set()
-    for name in names:
-        layer = LAYER.match(unwrapped(name))
-        if MTP.match(unwrapped(name)) or (layer and isinstance(layers, int) and int(layer[1]) >= layers):
-            found.add(name)
-    return found
-
-
-def draft_layer(mtp: Iterable[str]) -> str:
-    """Prefix of the one layer that a draft model can be made of, such as `model.layers.61.`; empty if there is none."""
-    prefixes = {found[1] for name in mtp if (found := re.match(r"((?:[\w.]+\.)?layers\.\d+\.)", name))}
-    return prefixes.pop() if len(prefixes) == 1 and not any(MTP.match(unwrapped(name)) for name in mtp) else ""
 
 
 def architectures(config: Mapping[str, Any]) -> list[str]:
@@ -43,17 +23,16 @@ def architectures(config: Mapping[str, Any]) -> list[str]:
 
 def check_head(config: Mapping[str, Any], names: Iterable[str], options: QuantizeOptions) -> list[Reject]:
     """A model with an embedding and neither an output head nor tied weights cannot produce logits."""
-    paths = {unwrapped(name) for name in names}
+    names = list(names)
     kinds = architectures(config) or ["ForCausalLM"]
     has_logits = any(kind.endswith(("ForCausalLM", "ForConditionalGeneration")) for kind in kinds)
-    has_head = any(name.endswith("lm_head.weight") or name.endswith("lm_head.weight_packed") for name in paths)
-    embeds = any(name.endswith("embed_tokens.weight") for name in paths)
-    tied = text_value(config, "tie_word_embeddings")
-    if tied is not False or has_head or not embeds or not has_logits or options.tied_head:
+    if is_tied(config) is not False or has_head(names) or not has_embedding(names) or not has_logits:
+        return []
+    if options.tied_head:
         return []
     return [
         Reject(
-            "lm_head.weight",
+            f"{HEAD}.weight",
             "is absent, and config.json says tie_word_embeddings = false",
             "--tied-head tie if the head is the embedding, --tied-head as-source to leave both as they are",
         )
@@ -81,11 +60,11 @@ def output_config(
                 holder[key] = 0
     if options.mtp == "draft":  # what SGLang's own export writes
         config["architectures"] = [f"{kind}NextN" for kind in architectures(source)]
-        for holder in (holder for holder in holders if "num_hidden_layers" in holder):
-            holder["num_hidden_layers"] = 1
+        for holder in (holder for holder in holders if LAYERS in holder):
+            holder[LAYERS] = 1
     if options.tied_head == "tie":
-        for holder in (holder for holder in holders if "tie_word_embeddings" in holder):
-            holder["tie_word_embeddings"] = True
+        for holder in (holder for holder in holders if TIED in holder):
+            holder[TIED] = True
     config["quantization_config"] = block
     return config, notes
 

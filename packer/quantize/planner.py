@@ -8,13 +8,14 @@ from ..checkpoint import detect_weights
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.naming import Naming
 from ..families import family_of
+from ..families.layers import draft_layer, mtp_tensors
 from ..plan import Plan
 from ..quant_config.inputs import QuantConfigInputs
 from ..schemes import SCHEMES
 from ..schemes.scheme import CheckpointFormat
 from .decisions import Decider, Decision
 from .emit import Emitter
-from .model_config import check_head, draft_layer, mtp_tensors, output_config
+from .model_config import check_head, output_config
 from .options import QuantizeOptions
 from .unquantized import foreign_weights, fused_groups_apart, group_advice, unquantized_modules
 
@@ -47,7 +48,7 @@ def plan_quantize(checkpoint: Checkpoint, options: QuantizeOptions, device: str 
     unquantized = tuple(unquantized_modules(decisions, specs, form, decider.naming))
     block = form.config(QuantConfigInputs(unquantized, chosen["group_size"]))
     quantized = [(part.module, decision.role == "expert") for decision in decisions for part in decision.quantized]
-    notes = [*decider.notes, *fused_groups_apart(decisions, family.experts), *foreign_weights(decisions, form)]
+    notes = [*decider.notes, *fused_groups_apart(decisions, family), *foreign_weights(decisions, form)]
     notes += group_advice(decisions, SCHEMES[options.scheme].groups, chosen["group_size"])
     rejects = [
         *inventory.rejects,
@@ -111,6 +112,6 @@ def _refusals(
             and len(decision.quantized) < len(decision.parts)
         ]
     if options.strict:
-        apart = fused_groups_apart(decisions, family_of(checkpoint.config).experts)
+        apart = fused_groups_apart(decisions, family_of(checkpoint.config))
         rejects += [Reject(note.partition(":")[0], note.partition(":")[2].strip()) for note in apart]
     return rejects

@@ -7,17 +7,9 @@ from collections.abc import Mapping, Sequence
 from tilewright.kernels.tensors import TensorSpec
 
 from ..checkpoint.naming import Naming
-from ..families.experts import ExpertSpellings
-from ..families.family import unwrapped
+from ..families.family import ModelFamily, unwrapped
 from ..schemes.scheme import CheckpointFormat
 from .decisions import Decision
-
-MERGED = (  # projections that engines load as one layer
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-)
 
 
 def unquantized_modules(
@@ -98,17 +90,17 @@ def foreign_weights(decisions: Sequence[Decision], form: CheckpointFormat) -> li
     ]
 
 
-def fused_groups_apart(decisions: Sequence[Decision], experts: ExpertSpellings) -> list[str]:
+def fused_groups_apart(decisions: Sequence[Decision], family: ModelFamily) -> list[str]:
     """One line for each merged layer of which engines would find some parts quantized and others not."""
     states: dict[str, dict[str, bool]] = {}
     for decision in decisions:
         for part in decision.parts:
             stem, _, last = part.module.rpartition(".")
             done = part in decision.quantized
-            for group in (group for group in MERGED if last in group):
+            for group in (merged.parts for merged in family.merged if last in merged.parts):
                 states.setdefault(f"{stem}.{'/'.join(group)}", {})[last] = done
             if decision.role == "expert":
-                container = experts.container(part.module) or stem.rpartition(".")[0]
+                container = family.experts.container(part.module) or stem.rpartition(".")[0]
                 states.setdefault(container, {})[part.module.removeprefix(f"{container}.")] = done
     return [
         f"{layer}: {_some(parts, True)} quantized but {_some(parts, False)} not; engines merge them and refuse this"

@@ -11,9 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from tilewright.kernels.errors import VerifyError
 
 from ..checkpoint.contents import Contents
+from ..families.experts import LONG
 from .stream import StreamedModel
 
-STACKED = {"experts.gate_up_proj": ("gate_proj", "up_proj"), "experts.down_proj": ("down_proj",)}
+STACKED = {f"{LONG.container}.{name}": LONG.stacks[name] for name in (LONG.gate_up, LONG.down)}
 
 
 def model_config(root: Path) -> PreTrainedConfig:
@@ -76,7 +77,7 @@ def _parameter(contents: Contents, name: str, shape: tuple[int, ...]) -> torch.T
     stem = next((suffix for suffix in STACKED if name.endswith(suffix)), None)
     if stem is None or contents.find(name):
         return _values(contents, name, shape)
-    base = name[: -len(stem)] + "experts"
+    base = name[: -len(stem)] + LONG.container
     n = shape[1] // len(STACKED[stem])
     stack = torch.empty(shape)
     for expert, rows in enumerate(stack):

@@ -13,8 +13,9 @@ import torch
 
 from tilewright.kernels.tensors import QTensor
 
-from ..calibrate.graph import FOLDS, LAYER, reads
 from ..checkpoint.contents import Contents, LogicalTensor
+from ..families.layers import LAYER
+from ..families.norms import FOLDS, reads
 
 
 def follow_folds(reference: Contents, candidate: Contents, model_type: str) -> Contents:

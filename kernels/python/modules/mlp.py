@@ -13,11 +13,12 @@ from torch.nn import functional
 
 from ..errors import KernelUnavailableError
 from ..layouts.cpu_blocks import row_unit
+from ..model_names import DOWN, GATE, GATE_UP, UP
 from ..ops.experts import ACTIVATIONS, shared_expert
 from ..packed.directory import PackedCheckpoint
 from .packed_modules import PackedLinear, PackedStack, Reduce, refuse_gradient
 
-_APART, _JOINED = {"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"}
+_APART, _JOINED = {GATE, UP, DOWN}, {GATE_UP, DOWN}
 _FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -102,10 +103,10 @@ def replace_mlps(model: nn.Module, packed: PackedCheckpoint) -> None:
     """
     for path, module in list(model.named_modules()):
         linears = {name for name, child in module.named_children() if isinstance(child, PackedLinear)}
-        name = f"{path}.gate_up_proj"
+        name = f"{path}.{GATE_UP}"
         if linears not in (_APART, _JOINED) or name not in packed.specs:
             continue
-        gate_up, down = packed[name], packed[f"{path}.down_proj"]
+        gate_up, down = packed[name], packed[f"{path}.{DOWN}"]
         assert isinstance(gate_up, PackedLinear)
         assert isinstance(down, PackedLinear)
         activation = None if against_fusing(gate_up, down) else find_activation(module)
@@ -128,7 +129,7 @@ def find_activation(module: nn.Module) -> str | None:
     gate, up, down, x = (torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes)
     twin = copy.copy(module)
     twin._modules = dict(module._modules)
-    small = {"gate_proj": gate, "up_proj": up, "gate_up_proj": torch.cat([gate, up]), "down_proj": down}
+    small = {GATE: gate, UP: up, GATE_UP: torch.cat([gate, up]), DOWN: down}
     for name in small.keys() & twin._modules.keys():
         n, k = small[name].shape
         linear = nn.Linear(k, n, bias=False, dtype=torch.float64)

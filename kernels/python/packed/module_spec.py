@@ -20,8 +20,6 @@ from .safetensors_file import DTYPE_NAMES, DTYPES, Header
 PACKED_VERSION = "1"
 QUANT_METHOD = "tilewright"
 INPUT_SCALE = "input_scale"  # last part of the name of a static activation scale
-# Linears of the same input that are packed as one, under the name that engines give it: name -> its parts in row order.
-JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,8 @@ def rank_directory(rank: int, ranks: int) -> str:
 class ModuleSpec:
     """One packed module: a weight [N, K] or a stack of experts [E, N, K], with or without a bias.
 
-    Linears that are packed as one (`JOINED`) are a weight like any other, whose rows are theirs one after the other. As
-    each has whole blocks of rows, its tensors are slices of the joined ones along the first dimension.
+    Linears that are packed as one (`model_names.JOINED`) are a weight like any other, whose rows are theirs one after
+    the other. As each has whole blocks of rows, its tensors are slices of the joined ones along the first dimension.
 
     Attributes:
         layout: How its tensors are arranged.

@@ -16,12 +16,13 @@ transformers = pytest.importorskip("transformers")
 from tilewright.cli.quantize_model import quantize_model  # noqa: E402
 from tilewright.kernels.errors import SchemeError  # noqa: E402
 from tilewright.packer.calibrate.fold import Folder  # noqa: E402
-from tilewright.packer.calibrate.graph import FOLDS, LAYER, Fold, reads  # noqa: E402
 from tilewright.packer.calibrate.method import CalibrationTargets, Method  # noqa: E402
 from tilewright.packer.calibrate.observe import observe  # noqa: E402
 from tilewright.packer.calibrate.store import Solution  # noqa: E402
 from tilewright.packer.checkpoint.files import Checkpoint, open_checkpoint  # noqa: E402
 from tilewright.packer.checkpoint.reading import read_contents  # noqa: E402
+from tilewright.packer.families.layers import LAYER  # noqa: E402
+from tilewright.packer.families.norms import FOLDS, Fold, reads  # noqa: E402
 from tilewright.packer.schemes.scheme import StorageSpec  # noqa: E402
 from tilewright.packer.verify.dequantized import stream_dequantized  # noqa: E402
 from tilewright.packer.verify.folds import follow_folds  # noqa: E402

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-LAYER = re.compile(r"^((?:.*\.)?layers\.\d+)\.(.+)$")  # path of a decoder layer, and what is inside
-EXPERT = re.compile(r"^mlp\.experts\.\d+\.(?:gate_proj|up_proj)$")
+from .experts import ExpertSpellings
+from .layers import LAYER
+
 EXPERTS = "mlp.experts"
+_SPELLINGS = ExpertSpellings()
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,9 @@ FOLDS: dict[str, tuple[Fold, ...]] = {
 def reads(module: str, fold: Fold) -> bool:
     """Whether the module of this path reads the norm of `fold` in its layer."""
     inside = _inside(module)
-    return inside in fold.readers or (EXPERTS in fold.readers and EXPERT.match(inside) is not None)
+    expert = _SPELLINGS.find(inside) if EXPERTS in fold.readers else None
+    is_fed = expert is not None and expert.container == EXPERTS and _SPELLINGS.projections[expert.name] != "down"
+    return inside in fold.readers or is_fed
 
 
 def in_folds(tensor: str, folds: Iterable[Fold]) -> bool:

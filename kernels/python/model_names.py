@@ -1,0 +1,8 @@
+"""Names inside a model that a server has to know: what engines merge into one Linear, and the parts of a gated MLP."""
+
+from __future__ import annotations
+
+GATE, UP, DOWN, GATE_UP = "gate_proj", "up_proj", "down_proj", "gate_up_proj"
+
+# Linears of the same input that are packed as one, under the name that engines give it: name -> its parts in row order.
+JOINED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), GATE_UP: (GATE, UP)}
