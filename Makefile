@@ -36,6 +36,9 @@ test: check
 	$(PYTEST)
 test-fast: check
 	$(PYTEST) -m "not slow"
+dist: setup
+	$(PIP) --no-build-isolation -e ".[release]" "$(TORCH)"
+	PATH="$(CURDIR)/$(BIN):$$PATH" release/build.sh
 clean:
 	rm -rf build dist .venv demo-out
-.PHONY: help setup demo check test test-fast clean
+.PHONY: help setup demo check test test-fast dist clean

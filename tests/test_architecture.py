@@ -22,7 +22,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tilewright.packer": {"tilewright.kernels"},
     "tilewright.cli": {"tilewright.kernels", "tilewright.packer", "tilewright.engines"},
 }
-TREES = ("packer", "kernels", "engines", "cli", "tests", "examples", "benchmarks", "docs", ".ci")
+TREES = ("packer", "kernels", "engines", "cli", "tests", "examples", "benchmarks", "docs", "release", ".github", ".ci")
 FILES = [
     path
     for path in [

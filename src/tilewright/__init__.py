@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .packer.verify.verdict import Verification
     from .verification import verify
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Imported when they are first asked for: nothing of what converts is needed to serve, load_model needs transformers.
 _LAZY = {
