@@ -1,15 +1,13 @@
 """The main job on the shipped models: quantize, pack, verify, generate, in every scheme (`make demo`).
 
-Each step is the command that a user would type; they run in this process only to load torch once. Everything lands in
-`demo-out/`: checkpoints, packed directories, and an HTML report per model and scheme.
+Each step is one call of the Python interface; docs/python.md tells more. Everything lands in `demo-out/`: checkpoints,
+packed directories, and an HTML report per model and scheme.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import io
-import json
+import logging
 import os
 import shutil
 import sys
@@ -24,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
 import tilewright
-from tilewright.cli.main import load
+from tilewright import Silent, Thresholds, VerifyOptions
 
 HERE = Path(__file__).parent
 TEXT = HERE / "models" / "heldout.txt"
@@ -34,16 +32,13 @@ COLUMNS = ("scheme", "size", "bits/weight", "quantize", "pack", "perplexity", "K
 WIDTHS = (10, 8, 11, 8, 6, 10, 8, 7, 7, 6)
 
 
-NOTES: dict[str, None] = {}  # what the commands said on stderr, once each
+class Notes(logging.Handler):
+    """Keeps what the jobs have to tell, once each."""
 
+    said: dict[str, None] = {}
 
-def command(name: str, *arguments: object) -> tuple[Any, float]:
-    """Run a command with --json; its document and the seconds it took."""
-    began, out, err = time.perf_counter(), io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err), contextlib.suppress(SystemExit):
-        load(name).main([str(argument) for argument in (*arguments, "--json")], standalone_mode=False)
-    NOTES.update(dict.fromkeys(err.getvalue().splitlines()))
-    return json.loads(out.getvalue()), time.perf_counter() - began
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said[record.getMessage()] = None
 
 
 def generate(model: Any, tokenizer: Any) -> str:
@@ -66,27 +61,31 @@ def size(nbytes: int) -> str:
     return f"{nbytes / 1e6:.2f} MB"
 
 
-def convert(model: Path, scheme: str, output: Path, windows: int) -> tuple[dict[str, Any], tuple[str, ...], Path]:
+def convert(
+    model: Path, scheme: str, output: Path, windows: int
+) -> tuple[tilewright.Verification, tuple[str, ...], Path]:
     """Quantize, pack and verify one model in one scheme: the verification, a row of the table, the packed directory."""
-    name = f"{model.name}-{scheme}"
-    quantized, packed = output / name, output / f"{name}-cpu"
-    _, quantizing = command("quantize-model", model, quantized, "--scheme", scheme)
-    _, packing = command("pack-for-cpu", quantized, packed)
-    what, _ = command("inspect-model", packed)
-    limits = ("--level", "model", "--text", TEXT, "--windows", windows, "--max-kl", LARGEST_KL[scheme])
-    found, verifying = command("verify-accuracy", model, packed, *limits, "--report", output / f"{name}.html")
-    overall = found["model"]["overall"]
+    quantized, packed = output / f"{model.name}-{scheme}", output / f"{model.name}-{scheme}-cpu"
+    quantizing = tilewright.quantize(model, quantized, scheme, progress=Silent()).seconds
+    packing = tilewright.pack(quantized, packed, progress=Silent()).seconds
+    what, began = tilewright.inspect(packed), time.perf_counter()
+    thresholds = Thresholds(kl=LARGEST_KL[scheme])
+    options = VerifyOptions("model", thresholds=thresholds, text=TEXT, windows=windows)
+    found = tilewright.verify(model, packed, options, progress=Silent())
+    found.write_report(output / f"{model.name}-{scheme}.html")
+    assert found.model
+    overall = found.model.overall
     cells = (
         scheme,
-        size(what["nbytes"]),
-        f"{what['bits']:.2f}",
+        size(what.nbytes),
+        f"{what.bits:.2f}",
         f"{quantizing:.1f} s",
         f"{packing:.1f} s",
-        f"{overall['candidate_perplexity']:.4f}",
-        f"{overall['kl']:.1e}",
-        f"{100 * overall['top1']:.2f}%",
-        found["verdict"],
-        f"{verifying:.0f} s",
+        f"{overall.candidate_perplexity:.4f}",
+        f"{overall.kl:.1e}",
+        f"{100 * overall.top1:.2f}%",
+        "pass" if found.passed else "fail",
+        f"{time.perf_counter() - began:.0f} s",
     )
     return found, cells, packed
 
@@ -104,25 +103,27 @@ def main() -> int:
     print(f"Tilewright {tilewright.__version__}: packed models, run by the bundled kernels, against their source")
     print(f"on {options.windows} windows of 128 bytes of unseen text. Everything lands in {options.output}/.")
     disable_progress_bar()
+    logging.getLogger("tilewright").addHandler(Notes())
     torch.set_num_threads(1)  # these layers are too small to share
     failed = False
     for name in options.models:
         model = HERE / "models" / name
-        source, _ = command("inspect-model", model)
-        print(f"\n{name}: {source['parameters'] / 1e6:.2f}M parameters, {size(source['nbytes'])} in bf16\n")
+        source = tilewright.inspect(model)
+        print(f"\n{name}: {source.parameters / 1e6:.2f}M parameters, {size(source.nbytes)} in bf16\n")
         print(row(COLUMNS))
         tokenizer = AutoTokenizer.from_pretrained(model)
         lines = [("source", generate(AutoModelForCausalLM.from_pretrained(model), tokenizer))]
         for scheme in LARGEST_KL:
             found, cells, packed = convert(model, scheme, options.output, options.windows)
-            failed |= found["verdict"] != "pass"
+            failed |= not found.passed
             print(row(cells), flush=True)
             lines.append((scheme, generate(tilewright.load_model(packed), tokenizer)))
-        perplexity = f"{found['model']['overall']['reference_perplexity']:.4f}"
+        assert found.model
+        perplexity = f"{found.model.overall.reference_perplexity:.4f}"
         blank = ("",) * 4
-        print(row(("source", size(source["nbytes"]), f"{source['bits']:.2f}", *blank[:2], perplexity, *blank)))
-        print("", *(f"  {note}" for note in NOTES), sep="\n", end="\n\n" if NOTES else "\n")
-        NOTES.clear()
+        print(row(("source", size(source.nbytes), f"{source.bits:.2f}", *blank[:2], perplexity, *blank)))
+        print("", *(f"  note: {note}" for note in Notes.said), sep="\n", end="\n\n" if Notes.said else "\n")
+        Notes.said.clear()
         print(*(f"  {label:<10}  {text}" for label, text in lines), sep="\n")
     return 3 if failed else 0
 

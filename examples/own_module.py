@@ -1,4 +1,4 @@
-"""Use packed layers in a module of one's own: a gated feed-forward block, straight from the mapped file.
+"""Use packed layers in a module of one's own: a feed-forward block, dense or of experts, straight from the mapped file.
 
 python examples/own_module.py PACKED
 """
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import tilewright
+from tilewright.kernels.modules.packed_modules import PackedExperts
 from tilewright.kernels.packed.directory import PackedCheckpoint
 
 
@@ -28,16 +29,41 @@ class FeedForward(nn.Module):
         return self.down(nn.functional.silu(gate) * up)
 
 
+class Mixture(nn.Module):
+    """Every token by the two experts that a router of random weights likes best."""
+
+    def __init__(self, packed: PackedCheckpoint, path: str) -> None:
+        super().__init__()
+        self.experts = PackedExperts(path, packed[f"{path}.w13"], packed[f"{path}.w2"])
+        count, _, self.in_features = self.experts.w13.spec.shape
+        self.router = nn.Linear(self.in_features, count, bias=False, dtype=torch.bfloat16)
+
+    @torch.inference_mode()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(x).float().softmax(-1).topk(2)
+        return self.experts(x, chosen, weights)
+
+
+def build(packed: PackedCheckpoint) -> tuple[str, nn.Module, int]:
+    """Path, module and width of the first dense feed-forward block; of the first experts where there is none."""
+    for name in packed:
+        if name.endswith("mlp.gate_up_proj"):
+            path = name.removesuffix(".gate_up_proj")
+            return path, FeedForward(packed, path), packed[name].in_features
+    path = next(name.removesuffix(".w13") for name in packed if name.endswith(".experts.w13"))
+    mixture = Mixture(packed, path)
+    return path, mixture, mixture.in_features
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("packed", type=Path, help="directory that pack-for-cpu wrote")
     options = parser.parse_args()
 
     packed = tilewright.load_packed(options.packed)
-    path = next(name.removesuffix(".gate_up_proj") for name in packed if name.endswith("mlp.gate_up_proj"))
-    block = FeedForward(packed, path)
+    path, block, width = build(packed)
     print(block)
-    x = torch.randn(4, block.gate_up.in_features, dtype=torch.bfloat16)
+    x = torch.randn(4, width, dtype=torch.bfloat16)
     print(path, tuple(x.shape), "->", tuple(block(x).shape))
 
 

@@ -46,6 +46,8 @@ def test_own_module(packed: Call) -> None:
     text = run(EXAMPLES / "own_module.py", packed("tiny-deepseek-v3", "block-fp8"))
     assert text.count("cpu-vnni-fp8") == 2
     assert "model.layers.0.mlp (4, 256) -> (4, 256)" in text
+    text = run(EXAMPLES / "own_module.py", packed("tiny-qwen3-moe", "int8"))
+    assert "model.layers.0.mlp.experts (4, 256) -> (4, 256)" in text
 
 
 def test_tokens_per_second(packed: Call) -> None:
@@ -54,3 +56,10 @@ def test_tokens_per_second(packed: Call) -> None:
     text = run(EXAMPLES / "tokens_per_second.py", packed("tiny-qwen3-moe", "int8"), "--source", model, *sizes)
     assert re.search(r"^packed: prefill [\d.]+ tokens/s, decode [\d.]+ tokens/s$", text, re.MULTILINE)
     assert re.search(r"^bf16: prefill", text, re.MULTILINE)
+
+
+def test_notebook(tmp_path: Path) -> None:
+    for _ in range(2):  # the second time goes on from what is there
+        text = run(EXAMPLES / "notebook.py", tmp_path)
+        assert "verifying layers: 100%\npassed\n" in text
+        assert "refused: " in text

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+import tilewright
 
 pytest.importorskip("transformers")
 
@@ -64,14 +65,15 @@ def test_the_estimate_covers_hessians(
 ) -> None:
     """A weight of 3072 columns has a Hessian of 36 MiB, and solving with it takes many times that."""
     source = make_llama(tmp_path / "source", 1, HIDDEN, 3072)
-    gptq = ("--solver", "gptq", "--calibrate", MODELS / "heldout.txt", "--calibrate-windows", 4)
+    text, run = MODELS / "heldout.txt", tilewright.RunOptions(jobs=1, memory=200 << 20)
     foretold = {}
-    for solver, options in {"rtn": ("--solver", "rtn"), "gptq": gptq}.items():
-        dry = command(source, tmp_path / "out", *options, "--dry-run", "--json", "--memory", "200MiB")
-        done = subprocess.run(dry, check=True, capture_output=True, text=True, env=ONE_THREAD)
-        foretold[solver] = json.loads(done.stdout)["peak_memory"]
-        needed = f"note: about {foretold[solver] >> 20} MiB of memory are needed at least, --memory allows 200 MiB"
-        assert needed in done.stderr
+    for solver, calibration in {"rtn": None, "gptq": tilewright.CalibrationOptions(text, windows=4)}.items():
+        options = tilewright.QuantizeOptions("int8", solver=solver)
+        dry = tilewright.quantize(source, tmp_path / "out", options, calibration=calibration, run=run, dry_run=True)
+        foretold[solver] = dry.summary.job.peak_memory
+        needed = f"about {foretold[solver] >> 20} MiB of memory are needed at least, --memory allows 200 MiB"
+        assert needed in dry.notes
     assert foretold["gptq"] - foretold["rtn"] > 10 * 4 * 3072**2
+    gptq = ("--solver", "gptq", "--calibrate", text, "--calibrate-windows", 4)
     peak = peak_anonymous(command(source, tmp_path / "out", *gptq), ONE_THREAD)
     assert 5 * 4 * 3072**2 < peak < foretold["gptq"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -282,3 +283,12 @@ def test_figures_of_a_dry_run(tmp_path: Path) -> None:
     assert isinstance(result.summary, figures.Summary)
     assert result.summary.seconds is not None
     assert not (tmp_path / "out").exists()
+
+
+def test_what_the_page_names_is_there() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "python.md").read_text()
+    named = set(re.findall(r"tilewright\.([A-Za-z_]+)", page))
+    named |= {name for line in re.findall(r"from tilewright import (.*)", page) for name in line.split(", ")}
+    assert named <= {*tilewright.__all__, "packer", "kernels", "engines", "cli"}, named
+    for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
+        compile(block, "docs/python.md", "exec")
