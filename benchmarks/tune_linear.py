@@ -24,16 +24,16 @@ FIELDS = [
     "task_rows",
     "task_blocks",
     "weights_ahead",
-    "turn",
-    "joint_blocks",
+    "l1_k_bytes",
+    "n_blocks_per_pass",
 ]
 OWN: dict[str, int] = {}
 AHEAD = [OWN, *({"weights_ahead": size} for size in (0, 1024, 2048, 8192, 16384))]
-FEW_ROWS = [*AHEAD, {"turn": 0}, {"turn": 256}]
+FEW_ROWS = [*AHEAD, {"l1_k_bytes": 0}, {"l1_k_bytes": 256}]
 MANY_ROWS = [
     OWN,
-    *({"turn": size} for size in (0, 64, 256, 512)),
-    *({"turn": size, "joint_blocks": 2} for size in (64, 128, 256)),
+    *({"l1_k_bytes": size} for size in (0, 64, 256, 512)),
+    *({"l1_k_bytes": size, "n_blocks_per_pass": 2} for size in (64, 128, 256)),
     *({"bf16_chunk": columns, "int8_chunk": 2 * columns} for columns in (256, 1024, 2048, 4096)),
     *({"task_rows": rows} for rows in (128, 512)),
     *({"task_blocks": blocks} for blocks in (2, 4, 16)),

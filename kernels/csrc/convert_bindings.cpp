@@ -1,6 +1,5 @@
 // The torch operators of conversion: checks, memory and threads around the loops of cpu/convert.
 #include <algorithm>
-#include <cstring>
 #include <string>
 #include <vector>
 
@@ -10,16 +9,6 @@
 
 namespace tilewright {
 namespace {
-
-// These loops know three instruction sets; the others contain one of them.
-const Convert& convert() {
-#if defined(__x86_64__)
-  const char* name = isa().name;
-  if (!std::strcmp(name, "amx") || !std::strcmp(name, "avx512")) return tilewright_convert_avx512;
-  if (!std::strncmp(name, "avx", 3)) return tilewright_convert_avx2;
-#endif
-  return tilewright_convert_portable;
-}
 
 Code code_of(const std::string& name) {
   TILEWRIGHT_CHECK(name == "fp8" || name == "int8" || name == "int4", "there are no codes `", name,

@@ -64,7 +64,7 @@ void check_absent(const Optional& t, const std::string& name) {
 // A stack of `experts` weights of `parts` matrices [n, k] each.
 Stack stack_of(Kind kind, const Weights& w, int64_t experts, int64_t parts, int64_t n, int64_t k) {
   Stack s{};
-  Linear& p = s.first;
+  GemmProblem& p = s.first.problem;
   const std::string name = w.name;
   p.kind = kind, p.n = checked_size(n, "the number of columns of the result"), p.k = checked_size(k, "the size of x");
   p.stored_n = round_up(n, kBlockN), p.padded_k = round_up(k, 32);
@@ -137,10 +137,10 @@ Experts problem(const Tensor& x, const Weights& w13, const Weights& w2, int64_t 
   e.gate_up = stack_of(kind, w13, experts, 2, inner, x.size(1));
   e.down = stack_of(kind, w2, experts, 1, x.size(1), inner);
   rows = x.stride(1) == 1 || x.size(1) == 1 ? x : torch::stable::contiguous(x);
-  e.tokens.m = x.size(0);
-  e.tokens.dtype = float_type(x);
-  e.tokens.x = rows.const_data_ptr();
-  e.tokens.x_stride = rows.stride(0);
+  e.tokens.problem.m = x.size(0);
+  e.tokens.problem.dtype = float_type(x);
+  e.tokens.problem.x = rows.const_data_ptr();
+  e.tokens.problem.x_stride = rows.stride(0);
   e.routed_scale = 1;
   return e;
 }
@@ -151,8 +151,8 @@ const void* offset(const void* p, int64_t elements, Float dtype) {
 
 // Tokens of the pass that begins at `begin`.
 int64_t pass_tokens(const Experts& e, const Routing& routing, int64_t begin) {
-  const Kind kind = e.gate_up.first.kind;
-  const int64_t most = kPassBytes / (e.gate_up.first.k * (kind == Kind::int8 || kind == Kind::int4_int8 ? 1 : 2));
+  const GemmProblem& gate = e.gate_up.first.problem;
+  const int64_t most = kPassBytes / (gate.k * (gate.kind == Kind::int8 || gate.kind == Kind::int4_int8 ? 1 : 2));
   const int64_t end = std::min(begin + kPassTokens, routing.tokens);
   int64_t token = begin, rows = 0;
   for (; token < end && (token == begin || rows + routing.top_k <= most); ++token)
@@ -162,18 +162,21 @@ int64_t pass_tokens(const Experts& e, const Routing& routing, int64_t begin) {
 
 // y is [tokens, hidden] contiguous.
 void run(const Experts& whole, int64_t experts, const Routing& routing, Tensor& y) {
-  const int64_t hidden = whole.gate_up.first.k;
+  const Isa& isa = tilewright::isa();
+  const Blocking cut = blocking(isa);
+  const GemmProblem& x = whole.tokens.problem;
+  const int64_t hidden = whole.gate_up.first.problem.k;
   for (int64_t begin = 0, tokens; begin < routing.tokens; begin += tokens) {
     tokens = pass_tokens(whole, routing, begin);
-    const Float dtype = whole.tokens.dtype;
+    const Float dtype = x.dtype;
     Experts e = whole;
-    e.tokens.m = tokens;
-    e.tokens.x = offset(whole.tokens.x, begin * whole.tokens.x_stride, dtype);
+    e.tokens.problem.m = tokens;
+    e.tokens.problem.x = offset(x.x, begin * x.x_stride, x.dtype);
     if (e.add) e.add = offset(whole.add, begin * hidden, dtype);
-    e.down.first.y = const_cast<void*>(offset(y.mutable_data_ptr(), begin * hidden, dtype));
+    e.down.first.problem.y = const_cast<void*>(offset(y.mutable_data_ptr(), begin * hidden, dtype));
     const Routing part{routing.experts + begin * routing.top_k, routing.weights + begin * routing.top_k, tokens,
                        routing.top_k};
-    ExpertsJob job(isa(), e, experts, part, int32_t(torch::stable::get_num_threads()));
+    ExpertsJob job(isa, cut, e, experts, part, int32_t(torch::stable::get_num_threads()));
     torch::stable::parallel_for(0, job.workers(), 1, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) job.work();
     });
@@ -269,14 +272,13 @@ Tensor shared_expert(const Tensor* out, const Tensor& x, const Tensor& w13, cons
 }
 
 // Some rows of one matrix of a batch, from activations to y, on one thread.
-void multiply_rows(const Isa& isa, const Blocking& cut, Linear p) {
-  p.threads = 1;
-  isa.plan(&p, &cut);
-  const size_t activations = size_t(round_up(int64_t(p.activation_bytes), 64));
-  auto* memory = static_cast<uint8_t*>(scratch(Scratch::own, activations + std::max(p.prepare_bytes, p.task_bytes)));
-  p.activations = reinterpret_cast<uint32_t*>(memory);
-  isa.prepare(&p, 0, p.m, memory + activations);
-  isa.compute(&p, 0, p.row_tasks * p.block_tasks, memory + activations);
+void multiply_rows(const Isa& isa, const Blocking& cut, const GemmProblem& p) {
+  const GemmPlan plan = isa.plan(&p, 1, &cut);
+  const size_t shared = size_t(round_up(int64_t(workspace_bytes(plan, p.m)), 64));
+  auto* memory = static_cast<uint8_t*>(scratch(Scratch::own, shared + std::max(plan.prepare_bytes, plan.task_bytes)));
+  const Gemm g{p, plan, workspace(plan, p.m, memory)};
+  isa.prepare(&g, 0, p.m, memory + shared);
+  isa.compute(&g, 0, plan.row_tasks * plan.block_tasks, memory + shared);
 }
 
 Tensor bmm(const Tensor& a, const Tensor& weight, int64_t n, Optional scale) {
@@ -290,18 +292,18 @@ Tensor bmm(const Tensor& a, const Tensor& weight, int64_t n, Optional scale) {
   const Tensor rows = a.stride(2) == 1 || k == 1 ? a : torch::stable::contiguous(a);
   Tensor y = torch::stable::new_empty(a, {batch, m, n});
   if (batch == 0 || m == 0) return y;
-  stack.first.dtype = float_type(a, "a");
-  stack.first.x_stride = rows.stride(1);
+  stack.first.problem.dtype = float_type(a, "a");
+  stack.first.problem.x_stride = rows.stride(1);
   const void* const x = rows.const_data_ptr();
   void* const out = y.mutable_data_ptr();
   constexpr int64_t kTileRows = 192;  // a multiple of every instruction set's groups
   const Isa& isa = tilewright::isa();
-  const Blocking cut = blocking();
+  const Blocking cut = blocking(isa);
   const int64_t tiles = ceil_div(m, kTileRows), grain = 1 + (int64_t(1) << 16) / (std::min(m, kTileRows) * n * k);
   torch::stable::parallel_for(0, batch * tiles, grain, [&](int64_t begin, int64_t end) {
     for (int64_t task = begin; task < end; ++task) {
       const int64_t b = task / tiles, row = task % tiles * kTileRows;
-      Linear p = stack.first;
+      GemmProblem p = stack.first.problem;
       p.weight += b * stack.weight_stride;
       if (p.scale) p.scale += b * stack.scale_stride;
       p.m = std::min(kTileRows, m - row);

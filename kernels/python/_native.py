@@ -16,7 +16,7 @@ class IsaStatus:
     """One instruction set that the kernels were compiled for.
 
     Attributes:
-        name: `amx`, `avx512`, `avxvnni`, `avx2`, `portable`, or `amx_emu` (AMX on tiles in software).
+        name: As in kernels/csrc/cpu/instruction_sets.def; `amx_emu` is AMX on tiles in software.
         available: Whether this machine can run it.
         chosen: Whether the kernels run on it.
         reason: Why it was not taken; None if it was.
@@ -61,6 +61,14 @@ def select_isa(name: str) -> None:
             f"instruction set: {problem}{lines}",
             hint="TILEWRIGHT_ISA can only lower the choice; unset it to take the best",
         )
+
+
+def release_scratch() -> None:
+    """Frees the memory that this thread and its helpers keep between calls; docs/runtime.md says how much that is.
+
+    Results do not change, and the next call allocates again what it needs. Threads of other callers keep theirs.
+    """
+    torch.ops.tilewright.release_scratch()
 
 
 def _load() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -26,7 +27,13 @@ def _isa_under(value: str) -> subprocess.CompletedProcess[str]:
 
 def test_report_names_every_instruction_set_once() -> None:
     report = ops.kernel_report()
-    assert [status.name for status in report] == ["amx", "avx512", "avxvnni", "avx2", "portable", "amx_emu"]
+    table = (ROOT / "kernels" / "csrc" / "cpu" / "instruction_sets.def").read_text()
+    lines = re.findall(r"^TILEWRIGHT_INSTRUCTION_SET\((\w+), (\w+), \w+, (\w+), ", table, re.MULTILINE)
+    here = [(name, tests_only) for name, on, tests_only in lines if on in {"any", platform.machine()}]
+    assert [status.name for status in report] == [name for name, _ in here]
+    assert {status.name for status in report if status.reason == "for tests only"} == {
+        name for name, tests_only in here if tests_only == "true" and name != ops.isa()
+    }
     assert [status.name for status in report if status.chosen] == [ops.isa()]
     assert all((status.reason is None) == status.chosen for status in report)
     assert all(status.available for status in report if status.name in {"portable", "amx_emu"})
@@ -66,6 +73,26 @@ def test_select_refuses_and_keeps_the_choice() -> None:
     with pytest.raises(KernelUnavailableError, match="there is no instruction set `sse9`; known are amx, avx512"):
         ops.select_isa("sse9")
     assert ops.isa() == before
+
+
+def test_scratch_memory_goes_back_and_comes_again() -> None:
+    code = """
+import torch
+from tilewright.kernels import ops
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+
+weight = torch.zeros(32, 4096, dtype=torch.bfloat16)
+x = torch.ones(4096, 4096, dtype=torch.bfloat16)
+y = ops.linear_bf16(x, weight, 32)
+held = resident()
+ops.release_scratch()
+freed = held - resident()
+assert freed > 4096 * 4096 * 2 * 0.9, freed  # fp32 or bf16 copies of x
+assert torch.equal(ops.linear_bf16(x, weight, 32), y)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.skipif(not OBJECTS, reason="the library was not built in this tree")

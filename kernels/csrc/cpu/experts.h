@@ -13,8 +13,8 @@ struct Gate {
 
 // Packed matrices of one shape, one after the other.
 struct Stack {
-  Linear first;           // planned; its activations, row_scale and row_sums are those of the first routed row
-  int64_t weight_stride;  // bytes from one matrix to the next
+  Gemm first;                                       // planned; its memory is that of the first routed row
+  int64_t weight_stride;                            // bytes from one matrix to the next
   int64_t scale_stride, zeros_stride, bias_stride;  // elements
 };
 
@@ -27,7 +27,7 @@ struct Routed {
 //   inner[row] = bf16(act(gate . x[token]) * (up . x[token]))
 //   y[token] = round(sum over rows of weight[row] * (down . inner[row]) * routed_scale + add[token] * add_scale)
 struct Experts {
-  Linear tokens;  // x and its rows in units, one after the other; a row_scale and row_sums for each
+  Gemm tokens;    // x and its rows in units, one after the other; a row_scale and row_sums for each
   Stack gate_up;  // matrix 2 e is the gate of expert e, 2 e + 1 its up
   Stack down;     // matrix e; x is `inner`, y the result
   Gate gate;
@@ -41,18 +41,19 @@ struct Experts {
 };
 
 // A matrix with the routed rows of one expert as its x. `static`: each file that includes this has its own.
-static inline Linear matrix_of(const Stack* s, int64_t index, const Routed* r) {
-  Linear p = s->first;
+static inline Gemm matrix_of(const Stack* s, int64_t index, const Routed* r) {
+  Gemm g = s->first;
+  GemmProblem& p = g.problem;
   p.m = r->count;
   p.weight += index * s->weight_stride;
   if (p.scale) p.scale += index * s->scale_stride;
   if (p.zeros) p.zeros += index * s->zeros_stride;
   if (p.bias) p.bias += index * s->bias_stride;
-  p.activations += r->first * p.units;
-  p.row_scale += r->first;
-  if (p.group) p.row_sums += r->first * (p.padded_k / p.group);
   if (p.x) p.x = static_cast<const uint16_t*>(p.x) + r->first * p.x_stride;
-  return p;
+  g.memory.activations += r->first * g.plan.units;
+  if (g.memory.row_scale) g.memory.row_scale += r->first * g.plan.scales_per_row;
+  if (g.memory.row_sums) g.memory.row_sums += r->first * g.plan.sums_per_row;
+  return g;
 }
 
 }  // namespace tilewright

@@ -4,7 +4,6 @@
 #include <cstring>
 #include <thread>
 
-#include "dispatch.h"
 #include "scratch.h"
 
 namespace tilewright {
@@ -43,24 +42,26 @@ class Pieces {
   size_t used_ = 0;
 };
 
-void take_rows(Pieces& pieces, Linear& p, int64_t rows) {
-  p.activations = pieces.take<uint32_t>(rows * p.units);
-  p.row_scale = pieces.take<float>(rows);
-  p.row_sums = pieces.take<int32_t>(p.group ? rows * (p.padded_k / p.group) : 0);
+// `rows` of activations. Their sums have no place, not even past the end, where a plan needs none.
+void take_rows(Pieces& pieces, Gemm& g, int64_t rows) {
+  g.memory.activations = pieces.take<uint32_t>(rows * g.plan.units);
+  g.memory.row_scale = g.plan.scales_per_row ? pieces.take<float>(rows * g.plan.scales_per_row) : nullptr;
+  g.memory.row_sums = g.plan.sums_per_row ? pieces.take<int32_t>(rows * g.plan.sums_per_row) : nullptr;
 }
 
-// Scratch of one thread for the sums of `blocks` blocks instead of those that the plan of `p` asked for.
-size_t task_bytes(const Linear& p, int64_t rows, int64_t blocks) {
-  const int64_t planned = p.task_blocks * p.task_rows, wanted = blocks * rows;
-  return p.task_bytes + size_t(std::max<int64_t>(wanted - planned, 0) * kBlockN) * 4;
+// Scratch of one thread for the sums of `blocks` blocks instead of those that the plan asked for.
+size_t task_bytes(const GemmPlan& plan, int64_t rows, int64_t blocks) {
+  const int64_t planned = plan.task_blocks * plan.task_rows, wanted = blocks * rows;
+  return plan.task_bytes + size_t(std::max<int64_t>(wanted - planned, 0) * kBlockN) * 4;
 }
 
 }  // namespace
 
-ExpertsJob::ExpertsJob(const Isa& isa, const Experts& problem, int64_t experts, const Routing& routing, int32_t threads)
+ExpertsJob::ExpertsJob(const Isa& isa, const Blocking& blocking, const Experts& problem, int64_t experts,
+                       const Routing& routing, int32_t threads)
     : isa_(isa), e_(problem) {
   route(routing, experts);
-  plan(threads);
+  plan(blocking, threads);
   place(static_cast<uint8_t*>(scratch(Scratch::shared, place(nullptr))));
 }
 
@@ -87,22 +88,21 @@ void ExpertsJob::route(const Routing& routing, int64_t experts) {
   e_.weight = weight_.data();
 }
 
-void ExpertsJob::plan(int32_t threads) {
+void ExpertsJob::plan(const Blocking& blocking, int32_t threads) {
   const int64_t rows = int64_t(token_.size()), routed = int64_t(routed_.size());
-  Linear &gate = e_.gate_up.first, &down = e_.down.first;
-  const Blocking cut = blocking();
   int64_t most_rows = 1;  // of one expert at a time
   for (const Routed& r : routed_) most_rows = std::max(most_rows, std::min(r.count, kTileRows));
-  for (Linear* p : {&gate, &down}) {
-    p->m = most_rows;
-    p->threads = threads;
-    isa_.plan(p, &cut);
+  for (Gemm* g : {&e_.gate_up.first, &e_.down.first}) {
+    g->problem.m = most_rows;
+    g->plan = isa_.plan(&g->problem, threads, &blocking);
   }
-  const Linear x = e_.tokens;
-  e_.tokens = gate;
-  e_.tokens.x = x.x, e_.tokens.x_stride = x.x_stride, e_.tokens.dtype = x.dtype, e_.tokens.m = x.m;
+  const GemmProblem &gate = e_.gate_up.first.problem, &down = e_.down.first.problem, x = e_.tokens.problem;
+  const GemmPlan &gate_plan = e_.gate_up.first.plan, &down_plan = e_.down.first.plan;
+  e_.tokens = e_.gate_up.first;
+  GemmProblem& tokens = e_.tokens.problem;
+  tokens.x = x.x, tokens.x_stride = x.x_stride, tokens.dtype = x.dtype, tokens.m = x.m;
 
-  e_.tile_rows = round_up(kTileRows, gate.rows);
+  e_.tile_rows = round_up(kTileRows, gate_plan.rows);
   for (int64_t i = 0; i < routed; ++i)
     for (int64_t begin = 0; begin < routed_[size_t(i)].count; begin += e_.tile_rows)
       tiles_.push_back({i, begin, std::min(begin + e_.tile_rows, routed_[size_t(i)].count)});
@@ -112,19 +112,20 @@ void ExpertsJob::plan(int32_t threads) {
   // threads end together.
   const int64_t gate_blocks = ceil_div(gate.n, kBlockN), down_blocks = ceil_div(down.n, kBlockN);
   gate_blocks_ = std::clamp<int64_t>(tiles * gate_blocks / (kTasksOfThread * threads), 1, kMostBlocks / 2);
-  const int64_t total_row = e_.tokens.m * kBlockN * 4;
+  const int64_t total_row = tokens.m * kBlockN * 4;
   const int64_t most = std::clamp<int64_t>(kTotalBytes / std::max<int64_t>(total_row, 1), 1, kMostBlocks);
-  const int64_t rounds = std::max(ceil_div(down_blocks, threads * most), most_rows > gate.rows ? 1 : kRoundsOfFew);
+  const int64_t rounds = std::max(ceil_div(down_blocks, threads * most), most_rows > gate_plan.rows ? 1 : kRoundsOfFew);
   down_blocks_ = ceil_div(down_blocks, threads * rounds);
   gate_groups_ = ceil_div(gate_blocks, gate_blocks_);
   down_groups_ = ceil_div(down_blocks, down_blocks_);
   convert_rows_ = 1 + (int64_t(1) << 15) / gate.k;
-  convert_tasks_ = rows ? ceil_div(e_.tokens.m, convert_rows_) : 0;
+  convert_tasks_ = rows ? ceil_div(tokens.m, convert_rows_) : 0;
 
   int64_t tile_rows = 0;
   for (const Tile& tile : tiles_) tile_rows = std::max(tile_rows, tile.end - tile.begin);
-  isa_bytes_ = std::max({gate.prepare_bytes, down.prepare_bytes, task_bytes(gate, tile_rows, 2 * gate_blocks_),
-                         task_bytes(down, tile_rows, down_blocks_)});
+  isa_bytes_ =
+      std::max({gate_plan.prepare_bytes, down_plan.prepare_bytes, task_bytes(gate_plan, tile_rows, 2 * gate_blocks_),
+                task_bytes(down_plan, tile_rows, down_blocks_)});
   isa_bytes_ = size_t(round_up(int64_t(isa_bytes_), 64));
   total_bytes_ = size_t(total_row * down_blocks_);
   const int64_t products = 3 * rows * gate.n * gate.k;
@@ -144,13 +145,14 @@ void ExpertsJob::plan(int32_t threads) {
 size_t ExpertsJob::place(uint8_t* base) {
   Pieces pieces(base);
   const int64_t rows = int64_t(token_.size());
-  take_rows(pieces, e_.tokens, e_.tokens.m);
+  GemmProblem& down = e_.down.first.problem;
+  take_rows(pieces, e_.tokens, e_.tokens.problem.m);
   take_rows(pieces, e_.gate_up.first, rows);
   take_rows(pieces, e_.down.first, rows);
-  e_.inner = pieces.take<uint16_t>(rows * e_.gate_up.first.n);
-  e_.down.first.x = e_.inner;
-  e_.down.first.x_stride = e_.gate_up.first.n;
-  e_.down.first.dtype = Float::bf16;
+  e_.inner = pieces.take<uint16_t>(rows * down.k);
+  down.x = e_.inner;
+  down.x_stride = down.k;
+  down.dtype = Float::bf16;
   return pieces.used();
 }
 
@@ -165,7 +167,7 @@ void ExpertsJob::run(int64_t task, uint8_t* scratch) {
   const int64_t tiles = int64_t(tiles_.size());
   if (task < convert_tasks_) {
     const int64_t begin = task * convert_rows_;
-    isa_.convert_rows(&e_, begin, std::min(begin + convert_rows_, e_.tokens.m), scratch);
+    isa_.convert_rows(&e_, begin, std::min(begin + convert_rows_, e_.tokens.problem.m), scratch);
     unconverted_.fetch_sub(1, std::memory_order_release);
   } else if ((task -= convert_tasks_) < tiles) {
     gather(task);
@@ -186,13 +188,13 @@ void ExpertsJob::gather(int64_t index) {
 void ExpertsJob::gate_up(int64_t index, int64_t group, uint8_t* scratch) {
   const Tile& tile = tiles_[size_t(index)];
   const Routed& routed = routed_[size_t(tile.routed)];
-  const int64_t blocks = ceil_div(e_.gate_up.first.n, kBlockN), begin = group * gate_blocks_;
+  const int64_t blocks = ceil_div(e_.gate_up.first.problem.n, kBlockN), begin = group * gate_blocks_;
   const Range at{tile.begin, tile.end, begin, std::min(begin + gate_blocks_, blocks)};
   wait_until([&] { return gathered_[size_t(index)].load(std::memory_order_acquire) != 0; });
   isa_.gate_up(&e_, &routed, &at, scratch);
   if (gates_left_[size_t(index)].fetch_sub(1, std::memory_order_acq_rel) > 1) return;
   // The last task of a tile has all its inner rows in reach: quantizes and lays them out.
-  const Linear p = matrix_of(&e_.down, routed.expert, &routed);
+  const Gemm p = matrix_of(&e_.down, routed.expert, &routed);
   isa_.prepare(&p, tile.begin, tile.end, scratch);
   tiles_left_[size_t(tile.routed)].fetch_sub(1, std::memory_order_release);
 }
@@ -200,9 +202,9 @@ void ExpertsJob::gate_up(int64_t index, int64_t group, uint8_t* scratch) {
 // Some columns of all tokens, expert after expert: nothing but the result leaves the thread.
 void ExpertsJob::down(int64_t group, uint8_t* scratch) {
   auto* total = reinterpret_cast<float*>(scratch + isa_bytes_);
-  const int64_t blocks = ceil_div(e_.down.first.n, kBlockN), begin = group * down_blocks_;
+  const int64_t blocks = ceil_div(e_.down.first.problem.n, kBlockN), begin = group * down_blocks_;
   const int64_t end = std::min(begin + down_blocks_, blocks);
-  std::memset(total, 0, size_t(e_.tokens.m * (end - begin) * kBlockN) * 4);
+  std::memset(total, 0, size_t(e_.tokens.problem.m * (end - begin) * kBlockN) * 4);
   for (size_t i = 0; i < routed_.size(); ++i) {
     wait_until([&] { return tiles_left_[i].load(std::memory_order_acquire) == 0; });
     isa_.down(&e_, &routed_[i], begin, end, total, scratch);

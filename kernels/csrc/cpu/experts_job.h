@@ -24,7 +24,8 @@ struct Routing {
 class ExpertsJob {
  public:
   // The matrices of `problem` are described but not planned. Uses this thread's shared scratch memory.
-  ExpertsJob(const Isa& isa, const Experts& problem, int64_t experts, const Routing& routing, int32_t threads);
+  ExpertsJob(const Isa& isa, const Blocking& blocking, const Experts& problem, int64_t experts, const Routing& routing,
+             int32_t threads);
 
   int64_t workers() const { return workers_; }
   void work();
@@ -35,7 +36,7 @@ class ExpertsJob {
   };
 
   void route(const Routing& routing, int64_t experts);
-  void plan(int32_t threads);
+  void plan(const Blocking& blocking, int32_t threads);
   size_t place(uint8_t* base);
   void run(int64_t task, uint8_t* scratch);
   void gather(int64_t tile);

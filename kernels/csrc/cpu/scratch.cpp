@@ -9,13 +9,17 @@ namespace {
 struct Buffer {
   void* data = nullptr;
   size_t size = 0;
-  ~Buffer() { std::free(data); }
+  ~Buffer() { release(); }
 
-  void* reserve(size_t bytes) {
-    if (bytes <= size) return data;
+  void release() {
     std::free(data);
     data = nullptr;
     size = 0;
+  }
+
+  void* reserve(size_t bytes) {
+    if (bytes <= size) return data;
+    release();
     const size_t rounded = (bytes + 4095) / 4096 * 4096;
     data = std::aligned_alloc(64, rounded);
     if (!data) throw std::bad_alloc();
@@ -24,11 +28,14 @@ struct Buffer {
   }
 };
 
+thread_local Buffer buffers[2];
+
 }  // namespace
 
-void* scratch(Scratch use, size_t bytes) {
-  thread_local Buffer buffers[2];
-  return buffers[static_cast<int>(use)].reserve(bytes);
+void* scratch(Scratch use, size_t bytes) { return buffers[static_cast<int>(use)].reserve(bytes); }
+
+void release_scratch_of_thread() {
+  for (Buffer& buffer : buffers) buffer.release();
 }
 
 }  // namespace tilewright

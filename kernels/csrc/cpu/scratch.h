@@ -10,4 +10,7 @@ enum class Scratch { shared, own };  // what a call shares with its helper threa
 // thread asks for the same use again. Throws std::bad_alloc.
 void* scratch(Scratch use, size_t bytes);
 
+// Frees what this thread holds. The memory otherwise stays as large as the largest call has been (docs/runtime.md).
+void release_scratch_of_thread();
+
 }  // namespace tilewright

@@ -3,7 +3,7 @@
 `reference` and `reference_experts` state what each computes; `convert` has those of conversion.
 """
 
-from .._native import IsaStatus, isa, kernel_report, select_isa
+from .._native import IsaStatus, isa, kernel_report, release_scratch, select_isa
 from .attention import attend
 from .experts import fused_experts, shared_expert
 from .linear import bmm, linear_bf16, linear_fp8, linear_int4, linear_int8
@@ -19,6 +19,7 @@ __all__ = [
     "linear_fp8",
     "linear_int4",
     "linear_int8",
+    "release_scratch",
     "select_isa",
     "shared_expert",
 ]

@@ -36,6 +36,17 @@ def test_functions_to_the_last_digits(name: str) -> None:
     assert torch.allclose(getattr(reference_experts, name)(ends), limits, rtol=1e-6, atol=1e-30)
 
 
+def test_polynomials_are_as_close_as_they_are_said_to_be() -> None:
+    """In float64, so that nothing but the coefficients is measured."""
+    r = torch.linspace(-math.log(2) / 2, math.log(2) / 2, 20001, dtype=torch.float64)
+    e = reference_experts._polynomial(r, reference_experts.EXP_TERMS) * r * r + r + 1
+    assert (e / r.exp() - 1).abs().max() < 2**-26
+    z = torch.linspace(0, 9, 20001, dtype=torch.float64)
+    t = 1 / (1 + z / 2)
+    erfc = t * (reference_experts._polynomial(t, reference_experts.ERFC_TERMS) - z * z).exp()
+    assert (erfc / torch.special.erfc(z) - 1).abs().max() < 1.1e-7
+
+
 def test_exponential_has_its_ends() -> None:
     values = reference_experts.exponential(torch.tensor([-1e9, -0.0, 1e9, torch.nan]))
     assert values[:3].tolist() == [0.0, 1.0, torch.inf]

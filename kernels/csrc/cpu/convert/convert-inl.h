@@ -250,6 +250,7 @@ void scale_codes_entry(const Blocks* b, const float* scales, Code code, int64_t 
 
 }  // namespace
 
-#define TILEWRIGHT_CONVERT(name)                         \
-  extern "C" const Convert tilewright_convert_##name = { \
+#define TILEWRIGHT_CONVERT(name)                                                                        \
+  extern "C" __attribute__((visibility("hidden"))) const tilewright::Convert tilewright_convert_##name; \
+  const tilewright::Convert tilewright_convert_##name = {                                               \
       block_amax_entry, encode_entry, squared_error_entry, join, split, scale_codes_entry, pack_words, pack_int4};

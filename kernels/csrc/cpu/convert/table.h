@@ -58,11 +58,4 @@ struct Convert {
 // Floats that squared_error needs: one row of blocks after the sums along K, and one block row of errors.
 inline int64_t error_scratch(const Blocks& b) { return b.block_n * b.columns() + b.block_k; }
 
-#define TILEWRIGHT_DECLARE_CONVERT(name) \
-  extern "C" __attribute__((visibility("hidden"))) const Convert tilewright_convert_##name
-TILEWRIGHT_DECLARE_CONVERT(portable);
-TILEWRIGHT_DECLARE_CONVERT(avx2);
-TILEWRIGHT_DECLARE_CONVERT(avx512);
-#undef TILEWRIGHT_DECLARE_CONVERT
-
 }  // namespace tilewright

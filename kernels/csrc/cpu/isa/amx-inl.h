@@ -25,10 +25,10 @@ template <class Tiles, class Panels>
 class AmxIsa : public Panels {
  public:
   static constexpr int kFloatRows = kGroupRows, kIntRows = kGroupRows;
-  static constexpr int kMaxFolds = 8;
-  static constexpr bool kFloatUnits = false, kBiasedInt8 = false, kRowSums = true;
+  static constexpr int kMaxKGroups = 8;
+  static constexpr bool kFloatUnits = false, kBiasedInt8 = false;
   static constexpr bool kChained = true;
-  static constexpr int64_t kJointBlocks = 2;  // at most
+  static constexpr int64_t kMaxBlocksPerPass = 2;  // at most
   // Tiles that come from the second-level cache take about three times as long as their products, and where two virtual
   // processors share a core, each has half of the first level (48 KiB) and of the second. So two groups of rows take
   // turns on a block: a cycle touches 20 KiB, 8 of activations, 4 of weights and 8 of sums, and brings 12 of them from
@@ -39,48 +39,51 @@ class AmxIsa : public Panels {
                                       .task_rows = 256,
                                       .task_blocks = 8,
                                       .weights_ahead = 4096,
-                                      .turn = 512,
-                                      .joint_blocks = 1};
+                                      .l1_k_bytes = 512,
+                                      .n_blocks_per_pass = 1};
 
   // A tile row of activations is 64 bytes; 32 where a group of int4 weights is no longer than that.
   static int64_t span(Kind kind, int64_t group) { return kind == Kind::int4_int8 && group == 32 ? 8 : 16; }
   static bool needs_panel(int64_t rows) { return rows > kGroupRows; }
 
-  explicit AmxIsa(const Linear* p)
-      : p_(p), step_bytes_(p->unit_span * 4), step_columns_(p->unit_span * (has_int8_activations(p->kind) ? 4 : 2)) {}
+  explicit AmxIsa(const Gemm* p)
+      : p_(p),
+        step_bytes_(p->plan.unit_span * 4),
+        step_columns_(p->plan.unit_span * (has_int8_activations(p->problem.kind) ? 4 : 2)) {}
   ~AmxIsa() {
     if (configured_) tiles_.release();
   }
 
   void multiply(const Chunk* chunks, int count, int64_t row_begin, int64_t row_end) {
-    if (p_->kind == Kind::int4_int8 && row_end - row_begin <= kFewRows) {
+    if (p_->problem.kind == Kind::int4_int8 && row_end - row_begin <= kFewRows) {
       for (int b = 0; b < count; ++b) int4_rows<kFewRows>(row_end - row_begin, chunks[b], row_begin);
       return;
     }
     const int64_t groups = ceil_div(row_end - row_begin, kGroupRows);
-    Ahead ahead[kJointBlocks];
+    Ahead ahead[kMaxBlocksPerPass];
     for (int b = 0; b < count; ++b) ahead[b] = ahead_of(chunks[b], groups);
     for (int64_t row = row_begin, pair; row < row_end; row += pair * kGroupRows) {
       pair = row_end - row >= 2 * kGroupRows ? 2 : 1;
-      const int64_t columns = chunks[0].columns, turn = pair == 2 && p_->turn ? p_->turn : columns;
-      for (int64_t k = 0; k < columns; k += turn)
+      const int64_t columns = chunks[0].columns,
+                    step = pair == 2 && p_->plan.l1_k_block ? p_->plan.l1_k_block : columns;
+      for (int64_t k = 0; k < columns; k += step)
         for (int b = 0; b < count; ++b)
           for (int64_t r = row; r < row + pair * kGroupRows; r += kGroupRows) {
             uint8_t* const sum = static_cast<uint8_t*>(chunks[b].sum) + (r - row_begin) * kSumRow;
-            run({chunks[b], k, smaller(turn, columns - k), r, rows_of(r), sum}, ahead[b]);
+            run({chunks[b], k, smaller(step, columns - k), r, rows_of(r), sum}, ahead[b]);
           }
     }
-    if (p_->kind == Kind::int4_int8)
-      fold_rows<true>(kGroupRows);
+    if (p_->problem.kind == Kind::int4_int8)
+      add_scaled_rows<true>(kGroupRows);
     else
-      fold_rows<false>(kGroupRows);
+      add_scaled_rows<false>(kGroupRows);
   }
 
  private:
   static constexpr int kFewRows = 8;  // so many rows of int4_int8 go through vector registers: the same integers
 
   // Some columns of one chunk for one group of rows.
-  struct Turn {
+  struct KBlock {
     const Chunk& c;
     int64_t column, columns;
     int64_t row;
@@ -88,30 +91,30 @@ class AmxIsa : public Panels {
     uint8_t* sum;
   };
 
-  // What the steps ask for meanwhile.
+  // What the steps ask for meanwhile: addresses, since the last step may count on beyond the weights.
   struct Ahead {
-    const uint8_t* near;  // weights to bring to the first-level cache, `near_lines` in each step
-    int64_t near_lines;   //
-    const uint8_t* far;   // weights to bring to the second-level cache, `far_lines` in each step
-    int64_t far_lines;    //
+    uintptr_t near;      // weights to bring to the first-level cache, `near_lines` in each step
+    int64_t near_lines;  //
+    uintptr_t far;       // weights to bring to the second-level cache, `far_lines` in each step
+    int64_t far_lines;   //
   };
 
-  int rows_of(int64_t row) const { return int(smaller(kGroupRows, p_->m - row)); }
+  int rows_of(int64_t row) const { return int(smaller(kGroupRows, p_->problem.m - row)); }
 
   const uint32_t* activations_at(int64_t row, int64_t unit) const {
-    return p_->activations + row * p_->units + rows_of(row) * unit;
+    return p_->memory.activations + row * p_->plan.units + rows_of(row) * unit;
   }
 
   // Weights that are read once are asked for a fixed number of bytes ahead. Where several groups read them, each asks
   // memory for its share of the next chunk.
   Ahead ahead_of(const Chunk& c, int64_t groups) const {
     Ahead ahead{};
-    if (!p_->weights_ahead) return ahead;
+    if (!p_->plan.weights_ahead) return ahead;
     if (groups > 1) {
-      ahead.far = c.next;
+      ahead.far = reinterpret_cast<uintptr_t>(c.next);
       ahead.far_lines = ceil_div(weight_bytes(p_, c.columns), 64 * groups * ceil_div(c.columns, step_columns_));
     } else if (c.panel == c.weights) {
-      ahead.near = c.weights + p_->weights_ahead;
+      ahead.near = reinterpret_cast<uintptr_t>(c.ahead);
       ahead.near_lines = step_bytes_ * kBlockN / 64;
     }
     return ahead;
@@ -123,8 +126,9 @@ class AmxIsa : public Panels {
       if constexpr (R > 1) int4_rows<R - 1>(rows, c, row);
       return;
     }
-    const int64_t groups = p_->padded_k / p_->group;
-    Panels::template multiply_int4<R>(c, activations_at(row, c.unit), p_->unit_span, c.sums + row * groups, groups);
+    const int64_t groups = p_->plan.sums_per_row;
+    Panels::template multiply_int4<R>(c, activations_at(row, c.unit), p_->plan.unit_span, c.sums + row * groups,
+                                      groups);
   }
 
   void configure(int rows) {
@@ -143,9 +147,9 @@ class AmxIsa : public Panels {
     rows_ = rows;
   }
 
-  void run(const Turn& t, Ahead& ahead) {
+  void run(const KBlock& t, Ahead& ahead) {
     configure(t.rows);
-    const int64_t unit = has_int8_activations(p_->kind) ? t.column / 4 : t.column / 2;
+    const int64_t unit = has_int8_activations(p_->problem.kind) ? t.column / 4 : t.column / 2;
     a_ = reinterpret_cast<const uint8_t*>(activations_at(t.row, t.c.unit + unit));
     advance_ = step_bytes_ * t.rows;
     if (t.rows > kTileRows)
@@ -155,20 +159,20 @@ class AmxIsa : public Panels {
   }
 
   template <int G>
-  void run_kind(const Turn& t, Ahead& ahead) {
-    if (p_->kind == Kind::int8)
+  void run_kind(const KBlock& t, Ahead& ahead) {
+    if (p_->problem.kind == Kind::int8)
       in_place<G, true>(t, ahead);
-    else if (p_->kind == Kind::bf16)
+    else if (p_->problem.kind == Kind::bf16)
       in_place<G, false>(t, ahead);
-    else if (p_->kind == Kind::int4_int8)
+    else if (p_->problem.kind == Kind::int4_int8)
       scaled<G, true>(t, ahead);
     else
       scaled<G, false>(t, ahead);
   }
 
-  // Without scales the tiles take up the sums where the last turn left them.
+  // Without scales the tiles take up the sums where the last block of K left them.
   template <int G, bool kInt8>
-  void in_place(const Turn& t, Ahead& ahead) {
+  void in_place(const KBlock& t, Ahead& ahead) {
     if (t.c.first && t.column == 0)
       zero_sums<G>();
     else
@@ -177,24 +181,24 @@ class AmxIsa : public Panels {
     store_sums<G>(t.sum);
   }
 
-  // With scales every fold starts at zero, and the sums take up its part while the tiles multiply the next fold.
+  // With scales every k_group starts at zero, and the sums take up its part while the tiles multiply the next one.
   template <int G, bool kInt8>
-  void scaled(const Turn& t, Ahead& ahead) {
+  void scaled(const KBlock& t, Ahead& ahead) {
     const Chunk& c = t.c;
-    for (int64_t k = t.column, end = k + t.columns; k < end; k += c.fold) {
+    for (int64_t k = t.column, end = k + t.columns; k < end; k += c.k_group) {
       zero_sums<G>();
       if (c.panel)
-        accumulate<G, kInt8, true>(c, k, smaller(c.fold, end - k), ahead);
+        accumulate<G, kInt8, true>(c, k, smaller(c.k_group, end - k), ahead);
       else
-        decode_and_accumulate<G, kInt8>(c, k, smaller(c.fold, end - k), ahead);
-      fold_rows<kInt8>(kGroupRows);
+        decode_and_accumulate<G, kInt8>(c, k, smaller(c.k_group, end - k), ahead);
+      add_scaled_rows<kInt8>(kGroupRows);
       other_part_ = !other_part_;
       store_sums<G>(parts_[other_part_]);
-      part_ = {parts_[other_part_], t.sum, c.scale + k / c.fold * kBlockN, c.first && k == 0, 0, t.rows};
+      part_ = {parts_[other_part_], t.sum, c.scale + k / c.k_group * kBlockN, c.first && k == 0, 0, t.rows};
     }
   }
 
-  // The part of the last fold, of which `row` rows have been added to the sums.
+  // The part of the last k_group, of which `row` rows have been added to the sums.
   struct Part {
     const uint8_t* from;
     uint8_t* sum;
@@ -205,7 +209,7 @@ class AmxIsa : public Panels {
 
   // sum += part * scale for up to `count` more rows; product and sum are rounded apart.
   template <bool kInt8>
-  void fold_rows(int count) {
+  void add_scaled_rows(int count) {
     const Part part = part_;
     if (part.row == part.rows) return;
     const int end = int(smaller(part.row + count, part.rows));
@@ -250,15 +254,15 @@ class AmxIsa : public Panels {
     }
   }
 
-  template <int G, bool kInt8, bool kFolds>
+  template <int G, bool kInt8, bool kScaled>
   void accumulate(const Chunk& c, int64_t k, int64_t columns, Ahead& ahead) {
     const int64_t step_weights = step_bytes_ * kBlockN, end = k + columns;
     const uint8_t* w = c.panel + k * kBlockN * (kInt8 ? 1 : 2);
-    for (; k + step_columns_ <= end; k += step_columns_, w += step_weights) one_step<G, kInt8, kFolds>(w, ahead);
+    for (; k + step_columns_ <= end; k += step_columns_, w += step_weights) one_step<G, kInt8, kScaled>(w, ahead);
     if (k < end) {  // half a step of int8: what follows the weights in memory must not be read
       alignas(64) uint8_t last[kTileRows * 128] = {};
       memcpy(last, w, size_t(end - k) * kBlockN);
-      one_step<G, kInt8, kFolds>(last, ahead);
+      one_step<G, kInt8, kScaled>(last, ahead);
     }
   }
 
@@ -266,17 +270,17 @@ class AmxIsa : public Panels {
   // memory, decodes and multiplies at the same time.
   template <int G, bool kInt8>
   void decode_and_accumulate(const Chunk& c, int64_t k, int64_t columns, Ahead& ahead) {
-    if (k == 0) Panels::decode(p_->kind, c, 0, step_columns_, steps_[other_step_]);
+    if (k == 0) Panels::decode(p_->problem.kind, c, 0, step_columns_, steps_[other_step_]);
     for (const int64_t end = k + columns; k < end; k += step_columns_) {
       const uint8_t* const w = steps_[other_step_];
       other_step_ = !other_step_;
       const int64_t next = k + step_columns_;
-      if (next < c.columns) Panels::decode(p_->kind, c, next, step_columns_, steps_[other_step_]);
+      if (next < c.columns) Panels::decode(p_->problem.kind, c, next, step_columns_, steps_[other_step_]);
       one_step<G, kInt8, true>(w, ahead);
     }
   }
 
-  template <int G, bool kInt8, bool kFolds>
+  template <int G, bool kInt8, bool kScaled>
   void one_step(const uint8_t* w, Ahead& ahead) {
     const uint8_t* const a = a_;
     a_ += advance_;
@@ -290,11 +294,13 @@ class AmxIsa : public Panels {
       dot<2, 5, 6, kInt8>();
       dot<3, 5, 7, kInt8>();
     }
-    if constexpr (kFolds) fold_rows<kInt8>(kInt8 ? kGroupRows / 2 : kGroupRows / 4);  // a fold has 2 or 4 steps
-    for (int64_t i = 0; i < ahead.near_lines; ++i) __builtin_prefetch(ahead.near + i * 64);
-    for (int64_t i = 0; i < ahead.far_lines; ++i) __builtin_prefetch(ahead.far + i * 64, 0, 2);
-    ahead.near += ahead.near_lines * 64;
-    ahead.far += ahead.far_lines * 64;
+    if constexpr (kScaled) add_scaled_rows<kInt8>(kInt8 ? kGroupRows / 2 : kGroupRows / 4);  // 2 or 4 steps each
+    for (int64_t i = 0; i < ahead.near_lines; ++i)
+      __builtin_prefetch(reinterpret_cast<const void*>(ahead.near + uintptr_t(i) * 64));
+    for (int64_t i = 0; i < ahead.far_lines; ++i)
+      __builtin_prefetch(reinterpret_cast<const void*>(ahead.far + uintptr_t(i) * 64), 0, 2);
+    ahead.near += uintptr_t(ahead.near_lines) * 64;
+    ahead.far += uintptr_t(ahead.far_lines) * 64;
   }
 
   template <int C, int A, int B, bool kInt8>
@@ -305,7 +311,7 @@ class AmxIsa : public Panels {
       tiles_.template dot_bf16<C, A, B>();
   }
 
-  const Linear* p_;
+  const Gemm* p_;
   Tiles tiles_;
   const int64_t step_bytes_, step_columns_;  // of a row of a tile of activations; of K
   bool configured_ = false;

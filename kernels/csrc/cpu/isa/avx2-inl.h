@@ -17,15 +17,15 @@ struct Avx2 {
   using Quad = __m256i;
 
   static constexpr int kLanes = 8, kFloatRows = 6, kIntRows = 4;  // x 2 vectors: 12 sums, 2 weights, 1 activation
-  static constexpr bool kFloatUnits = true, kDecodes = true, kRowSums = true;
+  static constexpr bool kFloatUnits = true, kDecodes = true;
   static constexpr Blocking kBlocking{.bf16_chunk = 128,
                                       .int8_chunk = 2048,
                                       .streaming_bytes = 1 << 18,
                                       .task_rows = 96,
                                       .task_blocks = 8,
                                       .weights_ahead = 0,
-                                      .turn = 0,
-                                      .joint_blocks = 1};
+                                      .l1_k_bytes = 0,
+                                      .n_blocks_per_pass = 1};
   static constexpr int vectors(int rows) { return rows <= 2 ? 4 : 2; }
 
   static F zero() { return _mm256_setzero_ps(); }
@@ -155,7 +155,7 @@ struct Avx2 {
 
   static void scale_weights(Kind kind, Chunk& c) {
     if (kind == Kind::fp8)
-      for (int64_t i = 0; i < c.folds * kBlockN; ++i) c.scale[i] *= 256;
+      for (int64_t i = 0; i < c.k_groups * kBlockN; ++i) c.scale[i] *= 256;
   }
 
   template <template <int> class Source>
@@ -183,9 +183,9 @@ struct Avx2 {
   }
 
   static const uint8_t* panel(Kind kind, const Chunk& chunk, uint8_t* out) {
-    for (int64_t f = 0; f < chunk.folds; ++f) {
-      const Chunk c = fold_of(chunk, f);
-      uint8_t* const to = out + f * chunk.fold_panel;
+    for (int64_t f = 0; f < chunk.k_groups; ++f) {
+      const Chunk c = k_group_of(chunk, f);
+      uint8_t* const to = out + f * chunk.k_group_panel;
       if (kind == Kind::bf16)
         decode_pairs<Bf16Pairs>(c, to);
       else if (kind == Kind::fp8)

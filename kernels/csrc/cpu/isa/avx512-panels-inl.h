@@ -62,11 +62,12 @@ struct Avx512Panels {
 
   static const uint8_t* panel(Kind kind, const Chunk& c, uint8_t* out) {
     const int64_t bytes = kBlockN * (kind == Kind::int4_int8 ? 1 : 2);
-    for (int64_t k = 0; k < c.columns; k += c.fold) decode(kind, c, k, smaller(c.fold, c.columns - k), out + k * bytes);
+    for (int64_t k = 0; k < c.columns; k += c.k_group)
+      decode(kind, c, k, smaller(c.k_group, c.columns - k), out + k * bytes);
     return out;
   }
 
-  // Columns [k, k + columns) of a chunk, all in one fold.
+  // Columns [k, k + columns) of a chunk, all in one k_group.
   static void decode(Kind kind, const Chunk& c, int64_t k, int64_t columns, uint8_t* out) {
     if (kind == Kind::fp8) {
       const uint8_t *from = c.weights + k * kBlockN, *ahead = c.ahead + k * kBlockN;
@@ -78,8 +79,8 @@ struct Avx512Panels {
       }
       return;
     }
-    const int64_t fold = k / c.fold, at = fold * c.fold_bytes + k % c.fold * 16;
-    const __m512i zero0 = load_zeros(c.zeros + fold * kBlockN), zero1 = load_zeros(c.zeros + fold * kBlockN + 16);
+    const int64_t group = k / c.k_group, at = group * c.k_group_bytes + k % c.k_group * 16;
+    const __m512i zero0 = load_zeros(c.zeros + group * kBlockN), zero1 = load_zeros(c.zeros + group * kBlockN + 16);
     if (kind == Kind::int4_int8)
       quads(c.weights + at, c.ahead + at, columns / 4, zero0, zero1, out);
     else
@@ -105,20 +106,20 @@ struct Avx512Panels {
       }
   }
 
-  // sum += float(sum of a * (code - zero)) * scale for R rows, one fold after the other. Units of a row come in runs of
-  // `span`, the rows' runs side by side; row_sums of the rows are `stride` apart.
+  // sum += float(sum of a * (code - zero)) * scale for R rows, one k_group after the other. Units of a row come in runs
+  // of `span`, the rows' runs side by side; row_sums of the rows are `stride` apart.
   template <int R>
   static void multiply_int4(const Chunk& c, const uint32_t* a, int64_t span, const int32_t* row_sums, int64_t stride) {
-    for (int64_t f = 0; f < c.folds; ++f) {
-      const int64_t at = f * c.fold_bytes;
+    for (int64_t f = 0; f < c.k_groups; ++f) {
+      const int64_t at = f * c.k_group_bytes;
       const uint8_t *from = c.weights + at, *ahead = c.ahead + at;
       __m512i low[R], high[R];  // products of columns 0-7 and 16-23; of 8-15 and 24-31
       for (int r = 0; r < R; ++r) low[r] = high[r] = _mm512_setzero_si512();
       if (span == 16)
-        int4_products<R, 16>(from, ahead, c.fold / 4, a, low, high);
+        int4_products<R, 16>(from, ahead, c.k_group / 4, a, low, high);
       else
-        int4_products<R, 8>(from, ahead, c.fold / 4, a, low, high);
-      a += R * c.fold / 4;
+        int4_products<R, 8>(from, ahead, c.k_group / 4, a, low, high);
+      a += R * c.k_group / 4;
       for (int half = 0; half < 2; ++half) {
         const __m512i zero = load_zeros(c.zeros + f * kBlockN + half * 16);
         const __m512 scale = _mm512_loadu_ps(c.scale + f * kBlockN + half * 16);

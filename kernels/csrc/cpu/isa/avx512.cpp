@@ -13,15 +13,15 @@ struct Avx512 : Avx512Panels<false> {
   using Quad = __m512i;
 
   static constexpr int kLanes = 16, kFloatRows = 8, kIntRows = 8;  // x 2 vectors: 16 sums, 2 weights, activations
-  static constexpr bool kFloatUnits = false, kRowSums = true, kBiasedInt8 = true, kDecodes = true;
+  static constexpr bool kFloatUnits = false, kBiasedInt8 = true, kDecodes = true;
   static constexpr Blocking kBlocking{.bf16_chunk = 512,
                                       .int8_chunk = 1024,
                                       .streaming_bytes = 1 << 19,
                                       .task_rows = 192,
                                       .task_blocks = 8,
                                       .weights_ahead = 0,
-                                      .turn = 0,
-                                      .joint_blocks = 1};
+                                      .l1_k_bytes = 0,
+                                      .n_blocks_per_pass = 1};
   static constexpr int vectors(int) { return 2; }
 
   static F zero() { return _mm512_setzero_ps(); }

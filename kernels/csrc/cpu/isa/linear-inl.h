@@ -2,52 +2,60 @@
 // y = x . w^T, the one driver of every instruction set. Included once per file, after `struct I` of that file.
 //
 // A task is some rows of x times some packed blocks of 32 columns. K is walked in chunks; a chunk of a block is brought
-// into the form that the products read (its panel) once and used for all rows of the task; what a chunk gives is folded
-// into the sums [block][row][32] that `finish` turns into y. Where K is cut depends on the kind and K alone, so the
+// into the form that the products read (its panel) once and used for all rows of the task; what a chunk gives is added
+// to the sums [block][row][32] that `finish` turns into y. Where K is cut depends on the kind and K alone, so the
 // result of a row depends neither on the other rows nor on the threads.
 #include "activations-inl.h"
 
 namespace {
 
-// One chunk of one packed block, ready to be multiplied: `folds` runs of `fold` columns of K.
+// One chunk of one packed block, ready to be multiplied: `k_groups` runs of `k_group` columns of K.
 struct Chunk {
-  const uint8_t* weights;  // as packed
-  const uint8_t* panel;    // in the form that the products read, or null where they decode themselves
-  const uint8_t* ahead;    // as packed, what to ask for while `weights` are read; `weights` where nothing
-  const uint8_t* next;     // as packed, the chunk that this thread reads next
-  int64_t fold, folds;     //
-  int64_t columns;         // fold * folds, or less in the last chunk
-  int64_t fold_bytes;      // from fold to fold: as packed,
-  int64_t fold_panel;      // bytes of the panel,
-  int64_t fold_units;      // units of the activations
-  int64_t unit;            // first 4-byte unit of each packed row of activations
-  bool first;              // no chunk came before: the sums are undefined
-  float* scale;            // [folds][32] or null (1); a copy
-  const int8_t* zeros;     // [folds][32], int4
-  const int32_t* sums;     // int4_int8: row_sums at the first group; rows are padded_k/group apart
-  void* sum;               // [rows of the task][32] fp32, or int32 for int8
+  const uint8_t* weights;     // as packed
+  const uint8_t* panel;       // in the form that the products read, or null where they decode themselves
+  const uint8_t* ahead;       // as packed, what to ask for while `weights` are read; `weights` where nothing
+  const uint8_t* next;        // as packed, the chunk that this thread reads next
+  int64_t k_group, k_groups;  //
+  int64_t columns;            // k_group * k_groups, or less in the last chunk
+  int64_t k_group_bytes;      // from one k_group to the next: as packed,
+  int64_t k_group_panel;      // bytes of the panel,
+  int64_t k_group_units;      // units of the activations
+  int64_t unit;               // first 4-byte unit of each packed row of activations
+  bool first;                 // no chunk came before: the sums are undefined
+  float* scale;               // [k_groups][32] or null (1); a copy
+  const int8_t* zeros;        // [k_groups][32], int4
+  const int32_t* sums;        // int4_int8: row_sums at the first group; rows are sums_per_row apart
+  void* sum;                  // [rows of the task][32] fp32, or int32 for int8
 };
 
-inline int64_t weight_bytes(const Linear* p, int64_t columns) {  // of a block, with what follows each int4 group
-  switch (p->kind) {
+inline int64_t weight_bytes(const Gemm* p, int64_t columns) {  // of a block, with what follows each int4 group
+  switch (p->problem.kind) {
     case Kind::bf16:
       return columns * kBlockN * 2;
     case Kind::fp8:
     case Kind::int8:
       return columns * kBlockN;
     default:
-      return columns / p->group * (p->group * 16 + 128);
+      return columns / p->problem.group * (p->problem.group * 16 + 128);
   }
 }
 
-inline const uint8_t* block_weights(const Linear* p, int64_t block) {
-  return p->weight + block * (weight_bytes(p, p->padded_k) + (p->kind == Kind::int8 ? kBlockN * 4 : 0));
+inline const uint8_t* block_weights(const Gemm* p, int64_t block) {
+  return p->problem.weight +
+         block * (weight_bytes(p, p->problem.padded_k) + (p->problem.kind == Kind::int8 ? kBlockN * 4 : 0));
 }
 
-inline bool is_narrow(const Linear* p, int64_t block) { return p->stored_n - block * kBlockN < kBlockN; }
+inline int64_t blocks_of(const GemmProblem& p) { return ceil_div(p.n, kBlockN); }
 
-inline const uint8_t* weights_at(const Linear* p, int64_t block, int64_t k0) {
+inline bool is_narrow(const Gemm* p, int64_t block) { return p->problem.stored_n - block * kBlockN < kBlockN; }
+
+inline const uint8_t* weights_at(const Gemm* p, int64_t block, int64_t k0) {
   return block_weights(p, block) + weight_bytes(p, k0) / (is_narrow(p, block) ? 2 : 1);
+}
+
+inline const uint8_t* weights_end(const Gemm* p) {
+  const int64_t last = blocks_of(p->problem) - 1;
+  return weights_at(p, last, p->problem.padded_k);
 }
 
 // A last block of 16 rows [pair][16][2], as one of 32 whose second half is zero.
@@ -60,98 +68,99 @@ inline const uint8_t* widen(const uint8_t* from, int64_t pairs, int64_t element,
   return to;
 }
 
-struct Workspace {
+struct TaskMemory {
   uint8_t* panel;  // decoded weights of one chunk of each joint block
   uint8_t* wide;   // widened weights, likewise
-  float* scale;    // [folds][32], likewise
+  float* scale;    // [k_groups][32], likewise
   uint8_t* sums;   // [blocks of the task][rows of the task][32] x 4 bytes
   size_t bytes;    // of all of them
 };
 
-inline Workspace workspace(const Linear* p, void* scratch) {
+inline TaskMemory task_memory(const GemmPlan& plan, void* scratch) {
   uint8_t* const start = static_cast<uint8_t*>(scratch);
-  Workspace w;
+  TaskMemory w;
   w.panel = start;
-  w.wide = w.panel + p->joint_blocks * p->chunk * kBlockN * 4;
-  w.scale = reinterpret_cast<float*>(w.wide + p->joint_blocks * p->chunk * kBlockN * 2);
-  w.sums = reinterpret_cast<uint8_t*>(w.scale + p->joint_blocks * p->chunk / p->fold * kBlockN);
-  w.bytes = size_t(w.sums - start) + size_t(p->task_blocks * p->task_rows * kBlockN) * 4;
+  w.wide = w.panel + plan.n_blocks_per_pass * plan.chunk * kBlockN * 4;
+  w.scale = reinterpret_cast<float*>(w.wide + plan.n_blocks_per_pass * plan.chunk * kBlockN * 2);
+  w.sums = reinterpret_cast<uint8_t*>(w.scale + plan.n_blocks_per_pass * plan.chunk / plan.k_group * kBlockN);
+  w.bytes = size_t(w.sums - start) + size_t(plan.task_blocks * plan.task_rows * kBlockN) * 4;
   return w;
 }
 
 // What of it the i-th of the joint blocks uses.
-inline Workspace workspace_of(const Linear* p, Workspace w, int64_t i) {
-  w.panel += i * p->chunk * kBlockN * 4;
-  w.wide += i * p->chunk * kBlockN * 2;
-  w.scale += i * p->chunk / p->fold * kBlockN;
+inline TaskMemory pass_memory(const GemmPlan& plan, TaskMemory w, int64_t i) {
+  w.panel += i * plan.chunk * kBlockN * 4;
+  w.wide += i * plan.chunk * kBlockN * 2;
+  w.scale += i * plan.chunk / plan.k_group * kBlockN;
   return w;
 }
 
 // The weights and scales of the chunk at column k0 of a block, whose decoding asks for weights `ahead` bytes on.
 template <class I>
-Chunk chunk_of(const Linear* p, int64_t block, int64_t k0, bool panel, int64_t ahead, const Workspace& w) {
+Chunk chunk_of(const Gemm* p, int64_t block, int64_t k0, bool panel, int64_t ahead, const TaskMemory& w) {
   const bool narrow = is_narrow(p, block);
   Chunk c{};
-  c.columns = smaller(p->chunk, p->padded_k - k0);
-  c.fold = p->fold;
-  c.folds = ceil_div(c.columns, c.fold);
-  const int64_t columns_of_unit = has_int8_activations(p->kind) ? 4 : I::kFloatUnits ? 1 : 2;
-  c.fold_bytes = weight_bytes(p, c.fold);
-  c.fold_units = c.fold / columns_of_unit;
-  c.fold_panel = c.fold_units * kBlockN * 4;
+  c.columns = smaller(p->plan.chunk, p->problem.padded_k - k0);
+  c.k_group = p->plan.k_group;
+  c.k_groups = ceil_div(c.columns, c.k_group);
+  const int64_t columns_of_unit = has_int8_activations(p->problem.kind) ? 4 : I::kFloatUnits ? 1 : 2;
+  c.k_group_bytes = weight_bytes(p, c.k_group);
+  c.k_group_units = c.k_group / columns_of_unit;
+  c.k_group_panel = c.k_group_units * kBlockN * 4;
   c.first = k0 == 0;
   c.unit = k0 / columns_of_unit;
   c.weights = weights_at(p, block, k0);
-  c.ahead = c.weights + ahead;
-  if (narrow) c.weights = widen(c.weights, c.columns / 2, p->kind == Kind::bf16 ? 2 : 1, w.wide);
-  if (p->kind == Kind::fp8) {
+  c.ahead = c.weights + smaller(ahead, weights_end(p) - c.weights - weight_bytes(p, c.columns) / (narrow ? 2 : 1));
+  if (narrow) c.ahead = c.weights = widen(c.weights, c.columns / 2, p->problem.kind == Kind::bf16 ? 2 : 1, w.wide);
+  if (p->problem.kind == Kind::fp8) {
     c.scale = w.scale;
-    const float* scale = p->scale + block * kBlockN / 128 * ceil_div(p->k, 128) + k0 / 128;
-    for (int64_t i = 0; i < c.folds * kBlockN; ++i) c.scale[i] = scale[i / kBlockN];
-  } else if (p->group) {
-    const int64_t groups = p->padded_k / p->group, g = k0 / p->group;
+    const float* scale = p->problem.scale + block * kBlockN / 128 * ceil_div(p->problem.k, 128) + k0 / 128;
+    for (int64_t i = 0; i < c.k_groups * kBlockN; ++i) c.scale[i] = scale[i / kBlockN];
+  } else if (p->problem.group) {
+    const int64_t groups = p->problem.padded_k / p->problem.group, g = k0 / p->problem.group;
     c.scale = w.scale;
-    memcpy(c.scale, p->scale + (block * groups + g) * kBlockN, size_t(c.folds * kBlockN) * sizeof(float));
-    c.zeros = p->zeros + (block * groups + g) * kBlockN;
-    c.sums = p->row_sums + g;
+    memcpy(c.scale, p->problem.scale + (block * groups + g) * kBlockN, size_t(c.k_groups * kBlockN) * sizeof(float));
+    c.zeros = p->problem.zeros + (block * groups + g) * kBlockN;
+    if (p->memory.row_sums) c.sums = p->memory.row_sums + g;
   }
-  I::scale_weights(p->kind, c);
-  const bool as_packed = p->kind == Kind::int8 || (p->kind == Kind::bf16 && !I::kFloatUnits);  // is its own panel
+  I::scale_weights(p->problem.kind, c);
+  const bool as_packed =
+      p->problem.kind == Kind::int8 || (p->problem.kind == Kind::bf16 && !I::kFloatUnits);  // is its own panel
   if (as_packed)
     c.panel = c.weights;
   else if (panel)
-    c.panel = I::panel(p->kind, c, w.panel);
+    c.panel = I::panel(p->problem.kind, c, w.panel);
   return c;
 }
 
-// The f-th fold of a chunk, as a chunk of its own.
-inline Chunk fold_of(const Chunk& chunk, int64_t f) {
-  Chunk fold = chunk;
-  fold.weights += f * chunk.fold_bytes;
-  if (chunk.panel) fold.panel += f * chunk.fold_panel;
-  fold.columns = smaller(chunk.fold, chunk.columns - f * chunk.fold);
-  fold.folds = 1;
-  fold.unit += f * chunk.fold_units;
-  fold.first = chunk.first && f == 0;
-  if (chunk.scale) fold.scale += f * kBlockN;
-  if (chunk.zeros) fold.zeros += f * kBlockN;
-  if (chunk.sums) fold.sums += f;
-  return fold;
+// The f-th k_group of a chunk, as a chunk of its own.
+inline Chunk k_group_of(const Chunk& chunk, int64_t f) {
+  Chunk group = chunk;
+  group.weights += f * chunk.k_group_bytes;
+  if (chunk.panel) group.panel += f * chunk.k_group_panel;
+  group.columns = smaller(chunk.k_group, chunk.columns - f * chunk.k_group);
+  group.k_groups = 1;
+  group.unit += f * chunk.k_group_units;
+  group.first = chunk.first && f == 0;
+  if (chunk.scale) group.scale += f * kBlockN;
+  if (chunk.zeros) group.zeros += f * kBlockN;
+  if (chunk.sums) group.sums += f;
+  return group;
 }
 
 template <class I>
-void store_row(const float* v, const Linear* p, int64_t row, int64_t column, int64_t count) {
-  const int64_t at = row * p->n + column;
-  if (p->dtype == Float::f32) {
-    memcpy(static_cast<float*>(p->y) + at, v, size_t(count) * 4);
+void store_row(const float* v, const Gemm* p, int64_t row, int64_t column, int64_t count) {
+  const int64_t at = row * p->problem.n + column;
+  if (p->problem.dtype == Float::f32) {
+    memcpy(static_cast<float*>(p->problem.y) + at, v, size_t(count) * 4);
     return;
   }
   uint16_t out[kBlockN];
-  if (p->dtype == Float::bf16)
+  if (p->problem.dtype == Float::bf16)
     for (int i = 0; i < kBlockN; ++i) out[i] = float_to_bf16(v[i]);
   else
     I::floats_to_halves(v, out, kBlockN);
-  uint16_t* const y = static_cast<uint16_t*>(p->y) + at;
+  uint16_t* const y = static_cast<uint16_t*>(p->problem.y) + at;
   if (count == kBlockN)
     memcpy(y, out, sizeof out);  // of a constant size: one store, not a call
   else
@@ -166,50 +175,58 @@ struct Columns {
 };
 
 template <class I>
-Columns columns_of(const Linear* p, int64_t block) {
+Columns columns_of(const Gemm* p, int64_t block) {
   Columns c{};
   c.first = block * kBlockN;
-  c.count = smaller(kBlockN, p->n - c.first);
-  if (p->bias) memcpy(c.bias, p->bias + c.first, size_t(c.count) * 4);
-  if (p->kind == Kind::int8) {
-    memcpy(c.scale, p->scale + c.first, size_t(c.count) * 4);
+  c.count = smaller(kBlockN, p->problem.n - c.first);
+  if (p->problem.bias) memcpy(c.bias, p->problem.bias + c.first, size_t(c.count) * 4);
+  if (p->problem.kind == Kind::int8) {
+    memcpy(c.scale, p->problem.scale + c.first, size_t(c.count) * 4);
     // The file holds 128 * sum_k w for activations stored as q + 128.
-    if (I::kBiasedInt8) memcpy(c.correction, block_weights(p, block) + p->padded_k * kBlockN, sizeof c.correction);
+    if (I::kBiasedInt8)
+      memcpy(c.correction, block_weights(p, block) + p->problem.padded_k * kBlockN, sizeof c.correction);
   }
   return c;
 }
 
 // The sums of one row and block -> values in fp32; products are rounded apart.
-inline void finish_row(const Linear* p, const Columns& c, int64_t row, const void* sums, float* v) {
-  if (p->kind == Kind::int8) {
+inline void finish_row(const Gemm* p, const Columns& c, int64_t row, const void* sums, float* v) {
+  if (p->problem.kind == Kind::int8) {
     const int32_t* sum = static_cast<const int32_t*>(sums);
-    const float row_scale = p->row_scale[row];
+    const float row_scale = p->memory.row_scale[row];
     for (int i = 0; i < kBlockN; ++i)
       v[i] = float(int32_t(uint32_t(sum[i]) - uint32_t(c.correction[i]))) * row_scale * c.scale[i];
   } else {
     const float* sum = static_cast<const float*>(sums);
-    const float row_scale = p->kind == Kind::int4_int8 ? p->row_scale[row] : 1.0f;
+    const float row_scale = p->problem.kind == Kind::int4_int8 ? p->memory.row_scale[row] : 1.0f;
     for (int i = 0; i < kBlockN; ++i) v[i] = sum[i] * row_scale;
   }
-  if (p->bias)
+  if (p->problem.bias)
     for (int i = 0; i < kBlockN; ++i) v[i] += c.bias[i];
+}
+
+// The chunk that a thread reads after the one of a block at column k0: of the next block in the pass, of the next
+// columns, or of the blocks behind the range; itself where there is none.
+inline const uint8_t* next_chunk(const Gemm* p, const Range& at, int64_t block, int64_t place, int64_t k0) {
+  const int64_t next = block + p->plan.n_blocks_per_pass, later = k0 + p->plan.chunk;
+  if (next < at.block_end) return weights_at(p, next, k0);
+  if (later < p->problem.padded_k) return weights_at(p, at.block_begin + place, later);
+  const int64_t behind = at.block_end + place;
+  return behind < blocks_of(p->problem) ? weights_at(p, behind, 0) : weights_at(p, block, k0);
 }
 
 // Sums [block of the range][row of the range][32], `block_bytes` from block to block.
 template <class I>
-void accumulate(I& multiplier, const Linear* p, const Range& at, const Workspace& w, uint8_t* sums,
-                size_t block_bytes) {
-  const int64_t rows = at.row_end - at.row_begin, ahead = rows <= p->rows ? p->weights_ahead : 0;
-  for (int64_t k0 = 0; k0 < p->padded_k; k0 += p->chunk)
-    for (int64_t first = at.block_begin; first < at.block_end; first += p->joint_blocks) {
-      const int64_t count = smaller(p->joint_blocks, at.block_end - first);
-      Chunk c[I::kJointBlocks];
+void accumulate(I& multiplier, const Gemm* p, const Range& at, const TaskMemory& w, uint8_t* sums, size_t block_bytes) {
+  const int64_t rows = at.row_end - at.row_begin, ahead = rows <= p->plan.rows ? p->plan.weights_ahead : 0;
+  for (int64_t k0 = 0; k0 < p->problem.padded_k; k0 += p->plan.chunk)
+    for (int64_t first = at.block_begin; first < at.block_end; first += p->plan.n_blocks_per_pass) {
+      const int64_t count = smaller(p->plan.n_blocks_per_pass, at.block_end - first);
+      Chunk c[I::kMaxBlocksPerPass];
       for (int64_t i = 0; i < count; ++i) {
-        const int64_t b = first + i, next = b + p->joint_blocks;
-        c[i] = chunk_of<I>(p, b, k0, I::needs_panel(rows), ahead, workspace_of(p, w, i));
-        c[i].next = next < at.block_end           ? weights_at(p, next, k0)
-                    : k0 + p->chunk < p->padded_k ? weights_at(p, at.block_begin + i, k0 + p->chunk)
-                                                  : weights_at(p, at.block_end + i, 0);
+        const int64_t b = first + i;
+        c[i] = chunk_of<I>(p, b, k0, I::needs_panel(rows), ahead, pass_memory(p->plan, w, i));
+        c[i].next = next_chunk(p, at, b, i, k0);
         c[i].sum = sums + size_t(b - at.block_begin) * block_bytes;
       }
       multiplier.multiply(c, int(count), at.row_begin, at.row_end);
@@ -217,16 +234,16 @@ void accumulate(I& multiplier, const Linear* p, const Range& at, const Workspace
 }
 
 template <class I>
-void compute(const Linear* p, int64_t begin, int64_t end, void* scratch) {
-  const Workspace w = workspace(p, scratch);
-  const size_t block_bytes = size_t(p->task_rows) * kBlockN * 4;
+void compute(const Gemm* p, int64_t begin, int64_t end, void* scratch) {
+  const TaskMemory w = task_memory(p->plan, scratch);
+  const size_t block_bytes = size_t(p->plan.task_rows) * kBlockN * 4;
   I multiplier(p);
   for (int64_t task = begin; task < end; ++task) {
     Range at;
-    at.row_begin = task / p->block_tasks * p->task_rows;
-    at.row_end = smaller(at.row_begin + p->task_rows, p->m);
-    at.block_begin = task % p->block_tasks * p->task_blocks;
-    at.block_end = smaller(at.block_begin + p->task_blocks, ceil_div(p->n, kBlockN));
+    at.row_begin = task / p->plan.block_tasks * p->plan.task_rows;
+    at.row_end = smaller(at.row_begin + p->plan.task_rows, p->problem.m);
+    at.block_begin = task % p->plan.block_tasks * p->plan.task_blocks;
+    at.block_end = smaller(at.block_begin + p->plan.task_blocks, blocks_of(p->problem));
     accumulate(multiplier, p, at, w, w.sums, block_bytes);
     for (int64_t b = at.block_begin; b < at.block_end; ++b) {
       const Columns c = columns_of<I>(p, b);
@@ -252,33 +269,38 @@ inline int64_t even_blocks(int64_t blocks, int64_t row_tasks, int64_t threads, i
 }
 
 template <class I>
-void plan(Linear* p, const Blocking* blocking) {
-  const bool integers = has_int8_activations(p->kind);
-  p->rows = integers ? I::kIntRows : I::kFloatRows;
-  p->unit_span = I::span(p->kind, p->group);
-  p->units = round_up(integers ? p->padded_k / 4 : I::kFloatUnits ? p->padded_k : p->padded_k / 2, p->unit_span);
-  p->activation_bytes = size_t(p->m * p->units) * 4;
+GemmPlan plan(const GemmProblem* problem, int32_t threads, const Blocking* blocking) {
+  const GemmProblem& p = *problem;
+  GemmPlan g{};
+  const bool integers = has_int8_activations(p.kind);
+  g.rows = integers ? I::kIntRows : I::kFloatRows;
+  g.unit_span = I::span(p.kind, p.group);
+  g.units = round_up(integers ? p.padded_k / 4 : I::kFloatUnits ? p.padded_k : p.padded_k / 2, g.unit_span);
+  g.activation_bytes = size_t(p.m * g.units) * 4;
+  g.scales_per_row = integers;
+  g.sums_per_row = p.kind == Kind::int4_int8 ? p.padded_k / p.group : 0;
   const int64_t most = integers ? blocking->int8_chunk : blocking->bf16_chunk;
-  const int64_t turn = blocking->turn / (integers ? 1 : 2);
-  const bool panel = I::needs_panel(p->m), scaled = p->group || p->kind == Kind::fp8;
-  // Where a fold goes on from the sums of the last one, cuts change no bits; without a panel they also save no space.
-  const int64_t unscaled = I::kChained && !panel ? p->padded_k : most;
-  p->fold = p->kind == Kind::fp8 ? 128 : scaled ? p->group : unscaled;
-  // Without a panel a chunk takes no space: as many folds as there may be share the cost of setting it up.
-  const int64_t folds = panel ? most / p->fold : ceil_div(p->padded_k, p->fold);
-  p->chunk = p->fold * larger(1, smaller(folds, I::kMaxFolds));
-  p->turn = scaled ? round_up(turn, p->fold) : turn;
-  p->joint_blocks = smaller(blocking->joint_blocks, I::kJointBlocks);
-  const int64_t blocks = ceil_div(p->n, kBlockN), all_rows = round_up(p->m, p->rows);
-  p->streams = int64_t(p->activation_bytes) <= blocking->streaming_bytes;
-  p->task_rows = p->streams ? all_rows : smaller(all_rows, round_up(blocking->task_rows, p->rows));
-  p->row_tasks = ceil_div(p->m, p->task_rows);
-  const int64_t most_blocks = !p->streams ? blocking->task_blocks : p->m > p->rows ? p->joint_blocks : 1;
-  p->task_blocks = even_blocks(blocks, p->row_tasks, p->threads, most_blocks);
-  p->block_tasks = ceil_div(blocks, p->task_blocks);
-  p->weights_ahead = blocking->weights_ahead;
-  p->prepare_bytes = size_t(p->units + p->padded_k + 16) * 4;
-  p->task_bytes = workspace(p, nullptr).bytes;
+  const int64_t l1_k_block = blocking->l1_k_bytes / (integers ? 1 : 2);
+  const bool panel = I::needs_panel(p.m), scaled = p.group || p.kind == Kind::fp8;
+  // Where sums go on from those of the last k_group, cuts change no bits; without a panel they also save no space.
+  const int64_t unscaled = I::kChained && !panel ? p.padded_k : most;
+  g.k_group = p.kind == Kind::fp8 ? 128 : scaled ? p.group : unscaled;
+  // Without a panel a chunk takes no space: as many k_groups as there may be share the cost of setting it up.
+  const int64_t k_groups = panel ? most / g.k_group : ceil_div(p.padded_k, g.k_group);
+  g.chunk = g.k_group * larger(1, smaller(k_groups, I::kMaxKGroups));
+  g.l1_k_block = scaled ? round_up(l1_k_block, g.k_group) : l1_k_block;
+  g.n_blocks_per_pass = smaller(blocking->n_blocks_per_pass, I::kMaxBlocksPerPass);
+  const int64_t blocks = blocks_of(p), all_rows = round_up(p.m, g.rows);
+  g.streams = int64_t(g.activation_bytes) <= blocking->streaming_bytes;
+  g.task_rows = g.streams ? all_rows : smaller(all_rows, round_up(blocking->task_rows, g.rows));
+  g.row_tasks = ceil_div(p.m, g.task_rows);
+  const int64_t most_blocks = !g.streams ? blocking->task_blocks : p.m > g.rows ? g.n_blocks_per_pass : 1;
+  g.task_blocks = even_blocks(blocks, g.row_tasks, threads, most_blocks);
+  g.block_tasks = ceil_div(blocks, g.task_blocks);
+  g.weights_ahead = blocking->weights_ahead;
+  g.prepare_bytes = size_t(g.units + p.padded_k + 16) * 4;
+  g.task_bytes = task_memory(g, nullptr).bytes;
+  return g;
 }
 
 }  // namespace

@@ -17,15 +17,15 @@ struct Portable : ScalarPanels<Floats, false> {
   using PairActivation = Pair;
 
   static constexpr int kLanes = 4, kFloatRows = 4, kIntRows = 4;
-  static constexpr bool kFloatUnits = true, kRowSums = true, kBiasedInt8 = false, kDecodes = false;
+  static constexpr bool kFloatUnits = true, kBiasedInt8 = false, kDecodes = false;
   static constexpr Blocking kBlocking{.bf16_chunk = 128,
                                       .int8_chunk = 1024,
                                       .streaming_bytes = 1 << 19,
                                       .task_rows = 128,
                                       .task_blocks = 8,
                                       .weights_ahead = 0,
-                                      .turn = 0,
-                                      .joint_blocks = 1};
+                                      .l1_k_bytes = 0,
+                                      .n_blocks_per_pass = 1};
   static constexpr int vectors(int) { return 2; }
 
   static F zero() { return F{}; }

@@ -38,11 +38,11 @@ struct ScalarPanels {
   }
 
   static void decode_column(Kind kind, const Chunk& c, int64_t k, int64_t to, uint8_t* out) {
-    const int64_t g = k / c.fold;
+    const int64_t g = k / c.k_group;
     for (int64_t n = 0; n < kBlockN; ++n) {
       const int64_t element = (k / 2 * kBlockN + n) * 2 + k % 2;
       if (kind == Kind::int4_int8 || kind == Kind::int4_bf16) {
-        const int code = int4_code(c.weights + g * c.fold_bytes, k % c.fold, n), zero = c.zeros[g * kBlockN + n];
+        const int code = int4_code(c.weights + g * c.k_group_bytes, k % c.k_group, n), zero = c.zeros[g * kBlockN + n];
         if (kind == Kind::int4_int8)
           out[(to / 4 * kBlockN + n) * 4 + to % 4] = uint8_t(kSigned ? code - zero : code);
         else
@@ -57,18 +57,18 @@ struct ScalarPanels {
     }
   }
 
-  // sum += float(sum of a * (code - zero)) * scale for R rows, one fold after the other. Units of a row come in runs of
-  // `span`, the rows' runs side by side; row_sums of the rows are `stride` apart.
+  // sum += float(sum of a * (code - zero)) * scale for R rows, one k_group after the other. Units of a row come in runs
+  // of `span`, the rows' runs side by side; row_sums of the rows are `stride` apart.
   template <int R>
   static void multiply_int4(const Chunk& c, const uint32_t* a, int64_t span, const int32_t* row_sums, int64_t stride) {
-    for (int64_t f = 0; f < c.folds; ++f, a += R * c.fold / 4)
+    for (int64_t f = 0; f < c.k_groups; ++f, a += R * c.k_group / 4)
       for (int r = 0; r < R; ++r)
         for (int64_t n = 0; n < kBlockN; ++n) {
           int32_t dot = -c.zeros[f * kBlockN + n] * row_sums[r * stride + f];
-          for (int64_t k = 0; k < c.fold; ++k) {
+          for (int64_t k = 0; k < c.k_group; ++k) {
             const int64_t u = k / 4;
             const uint32_t unit = a[(u / span * R + r) * span + u % span];
-            dot += int4_code(c.weights + f * c.fold_bytes, k, n) * int8_t(unit >> (k % 4 * 8));
+            dot += int4_code(c.weights + f * c.k_group_bytes, k, n) * int8_t(unit >> (k % 4 * 8));
           }
           float* const s = static_cast<float*>(c.sum) + r * kBlockN + n;
           *s = (c.first && f == 0 ? 0.0f : *s) + float(dot) * c.scale[f * kBlockN + n];

@@ -59,9 +59,9 @@ struct Rows {
   int64_t first;      // row of x
 };
 
-// sum += products of one fold * scale for the columns from vector v0 on; product and sum are rounded apart.
+// sum += products of one k_group * scale for the columns from vector v0 on; product and sum are rounded apart.
 template <class V, int R, template <int> class Source>
-[[gnu::always_inline]] inline void float_fold(const Chunk& c, const Rows& at, int v0) {
+[[gnu::always_inline]] inline void float_k_group(const Chunk& c, const Rows& at, int v0) {
   constexpr int kVectors = V::vectors(R), kLanes = V::kLanes;
   const uint32_t* const a = at.a + c.unit * R;
   typename V::F acc[R][kVectors];
@@ -90,7 +90,7 @@ template <class V, int R, template <int> class Source>
 
 // The same for integers; int4: float(sum a * (code - zero)) * scale.
 template <class V, int R, template <int> class Source, bool kInt4>
-[[gnu::always_inline]] inline void int_fold(const Linear* p, const Chunk& c, const Rows& at, int v0) {
+[[gnu::always_inline]] inline void int_k_group(const Gemm* p, const Chunk& c, const Rows& at, int v0) {
   constexpr int kVectors = V::vectors(R), kLanes = V::kLanes;
   const uint32_t* const a = at.a + c.unit * R;
   typename V::N acc[R][kVectors];
@@ -114,7 +114,7 @@ template <class V, int R, template <int> class Source, bool kInt4>
       if constexpr (kInt4) {
         float* const s = static_cast<float*>(at.sum) + r * kBlockN + column;
         const typename V::N zeros = V::load_zeros(c.zeros + column);
-        const typename V::N row_sum = V::broadcast(uint32_t(c.sums[(at.first + r) * (p->padded_k / p->group)]));
+        const typename V::N row_sum = V::broadcast(uint32_t(c.sums[(at.first + r) * p->plan.sums_per_row]));
         const typename V::F dot = V::to_float(V::subtract(acc[r][v], V::multiply_int(zeros, row_sum)));
         V::store(s, V::add(c.first ? V::zero() : V::load(s), V::multiply(dot, V::load(c.scale + column))));
       } else {
@@ -128,39 +128,39 @@ template <class V, int R, template <int> class Source, bool kInt4>
 template <class V, int R, template <int> class Source>
 inline void float_rows(const Chunk& c, const Rows& at) {
   for (int v0 = 0; v0 < kBlockN / V::kLanes; v0 += V::vectors(R))
-    for (int64_t f = 0; f < c.folds; ++f) float_fold<V, R, Source>(fold_of(c, f), at, v0);
+    for (int64_t f = 0; f < c.k_groups; ++f) float_k_group<V, R, Source>(k_group_of(c, f), at, v0);
 }
 
 template <class V, int R, template <int> class Source, bool kInt4>
-inline void int_rows(const Linear* p, const Chunk& c, const Rows& at) {
+inline void int_rows(const Gemm* p, const Chunk& c, const Rows& at) {
   for (int v0 = 0; v0 < kBlockN / V::kLanes; v0 += V::vectors(R))
-    for (int64_t f = 0; f < c.folds; ++f) int_fold<V, R, Source, kInt4>(p, fold_of(c, f), at, v0);
+    for (int64_t f = 0; f < c.k_groups; ++f) int_k_group<V, R, Source, kInt4>(p, k_group_of(c, f), at, v0);
 }
 
 template <class V, int R>
-inline void with_panel(const Linear* p, const Chunk& c, const Rows& at) {
-  if (p->kind == Kind::int8)
+inline void with_panel(const Gemm* p, const Chunk& c, const Rows& at) {
+  if (p->problem.kind == Kind::int8)
     int_rows<V, R, Panel<V>::template Quads, false>(p, c, at);
-  else if (p->kind == Kind::int4_int8)
+  else if (p->problem.kind == Kind::int4_int8)
     int_rows<V, R, Panel<V>::template Quads, true>(p, c, at);
   else
     float_rows<V, R, Panel<V>::template Pairs>(c, at);
 }
 
 template <class V, int R>
-inline void without_panel(const Linear* p, const Chunk& c, const Rows& at) {
-  if (p->kind == Kind::bf16)
+inline void without_panel(const Gemm* p, const Chunk& c, const Rows& at) {
+  if (p->problem.kind == Kind::bf16)
     float_rows<V, R, V::template Bf16Pairs>(c, at);
-  else if (p->kind == Kind::fp8)
+  else if (p->problem.kind == Kind::fp8)
     float_rows<V, R, V::template Fp8Pairs>(c, at);
-  else if (p->kind == Kind::int4_bf16)
+  else if (p->problem.kind == Kind::int4_bf16)
     float_rows<V, R, V::template Int4Pairs>(c, at);
   else
     int_rows<V, R, V::template Int4Quads, true>(p, c, at);
 }
 
 template <class V, int R>
-inline void on_rows(int64_t rows, const Linear* p, const Chunk& c, const Rows& at) {
+inline void on_rows(int64_t rows, const Gemm* p, const Chunk& c, const Rows& at) {
   if (rows != R) {
     if constexpr (R > 1) on_rows<V, R - 1>(rows, p, c, at);
     return;
@@ -172,21 +172,21 @@ inline void on_rows(int64_t rows, const Linear* p, const Chunk& c, const Rows& a
 
 template <class V>
 struct VectorIsa : V {
-  static constexpr int kMaxFolds = 16;
+  static constexpr int kMaxKGroups = 16;
   static constexpr bool kChained = false;
-  static constexpr int64_t kJointBlocks = 1;
-  const Linear* p;
+  static constexpr int64_t kMaxBlocksPerPass = 1;
+  const Gemm* p;
 
-  explicit VectorIsa(const Linear* problem) : p(problem) {}
+  explicit VectorIsa(const Gemm* problem) : p(problem) {}
   static int64_t span(Kind, int64_t) { return 1; }
   static bool needs_panel(int64_t rows) { return !V::kDecodes || rows > kRowsWithoutPanel; }
 
   void multiply(const Chunk* chunk, int, int64_t row_begin, int64_t row_end) const {
     const Chunk& c = *chunk;
-    for (int64_t r = row_begin; r < row_end; r += p->rows) {
-      const int64_t rows = smaller(p->rows, p->m - r);
+    for (int64_t r = row_begin; r < row_end; r += p->plan.rows) {
+      const int64_t rows = smaller(p->plan.rows, p->problem.m - r);
       constexpr int kMost = V::kIntRows > V::kFloatRows ? V::kIntRows : V::kFloatRows;
-      const uint32_t* a = p->activations + r * p->units;
+      const uint32_t* a = p->memory.activations + r * p->plan.units;
       on_rows<V, kMost>(rows, p, c, {a, static_cast<float*>(c.sum) + (r - row_begin) * kBlockN, r});
     }
   }

@@ -1,7 +1,5 @@
-// The operators of packed matrices: checks, memory and threads around one call of the chosen instruction set. Only the
+// The operators of packed Linears: checks, memory and threads around one call of the chosen instruction set. Only the
 // bindings include torch, on its stable ABI, so that one binary serves every torch from 2.10 on.
-#include "bindings.h"
-
 #include <algorithm>
 #include <atomic>
 #include <optional>
@@ -9,6 +7,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings.h"
 #include "check.h"
 #include "cpu/dispatch.h"
 #include "cpu/scratch.h"
@@ -31,10 +30,10 @@ const float* checked_bias(const std::optional<Tensor>& bias, int64_t n) {
 }
 
 // x as rows: sizes, pointer and stride; `rows` keeps a copy alive where one was needed.
-Linear problem(Kind kind, const Tensor& x, int64_t n, Tensor& rows) {
+GemmProblem problem(Kind kind, const Tensor& x, int64_t n, Tensor& rows) {
   TILEWRIGHT_CHECK(x.dim() >= 1 && x.size(-1) > 0, "x must have at least one dimension and one column, its shape is ",
                    shape(x));
-  Linear p{};
+  GemmProblem p{};
   p.kind = kind;
   p.dtype = float_type(x);
   p.n = checked_size(n, "n");
@@ -47,7 +46,7 @@ Linear problem(Kind kind, const Tensor& x, int64_t n, Tensor& rows) {
   return p;
 }
 
-void check_rows(Linear& p, const Tensor& weight, int64_t columns) {
+void check_rows(GemmProblem& p, const Tensor& weight, int64_t columns) {
   TILEWRIGHT_CHECK(weight.dim() == 2 && weight.size(1) == columns, "weight is ", shape(weight), ", x with ", p.k,
                    " columns needs [rows, ", columns, "]");
   p.stored_n = weight.size(0);
@@ -57,64 +56,58 @@ void check_rows(Linear& p, const Tensor& weight, int64_t columns) {
 }
 
 // Every worker has a run of consecutive tasks, whose rows its cache keeps, and then helps the others with theirs.
-void compute_together(const Isa& isa, const Linear& p, int64_t tasks) {
+void compute_together(const Isa& isa, const Gemm& g, int64_t threads, int64_t tasks) {
   struct alignas(64) Run {
     std::atomic<int64_t> next;
     int64_t end;
   };
-  const int64_t workers = std::min<int64_t>(p.threads, tasks);
+  const int64_t workers = std::min(threads, tasks);
   std::vector<Run> runs(static_cast<size_t>(workers));
   for (int64_t w = 0; w < workers; ++w) {
     runs[size_t(w)].next = tasks * w / workers;
     runs[size_t(w)].end = tasks * (w + 1) / workers;
   }
   torch::stable::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
-    void* const own = scratch(Scratch::own, p.task_bytes);
+    void* const own = scratch(Scratch::own, g.plan.task_bytes);
     for (int64_t i = begin; i < end + workers - 1; ++i) {
       Run& run = runs[size_t(i % workers)];
       for (int64_t task; (task = run.next.fetch_add(1, std::memory_order_relaxed)) < run.end;)
-        isa.compute(&p, task, task + 1, own);
+        isa.compute(&g, task, task + 1, own);
     }
   });
 }
 
-Tensor run(Linear& p, const Tensor& x, const Tensor* out, Inputs inputs) {
+Tensor run(GemmProblem& p, const Tensor& x, const Tensor* out, Inputs inputs) {
   Tensor y = result(x, p.n, out, inputs);
   if (p.m == 0 || p.n == 0) return y;
   p.y = y.mutable_data_ptr();
-  p.threads = int32_t(torch::stable::get_num_threads());
+  const auto threads = int32_t(torch::stable::get_num_threads());
   const Isa& isa = tilewright::isa();
-  const Blocking cut = blocking();
-  isa.plan(&p, &cut);
-
-  const bool int8_rows = p.kind == Kind::int8 || p.kind == Kind::int4_int8;
-  const int64_t sums = p.kind == Kind::int4_int8 ? p.m * (p.padded_k / p.group) : 0;
-  const size_t activations = size_t(round_up(int64_t(p.activation_bytes), 64));
-  auto* shared = static_cast<uint8_t*>(
-      scratch(Scratch::shared, activations + size_t(int8_rows ? round_up(p.m * 4, 64) : 0) + size_t(sums) * 4));
-  p.activations = reinterpret_cast<uint32_t*>(shared);
-  p.row_scale = reinterpret_cast<float*>(shared + activations);
-  p.row_sums = reinterpret_cast<int32_t*>(shared + activations + round_up(p.m * 4, 64));
+  const Blocking cut = blocking(isa);
+  const GemmPlan plan = isa.plan(&p, threads, &cut);
+  const size_t bytes = workspace_bytes(plan, p.m);
+  const Gemm g{p, plan, workspace(plan, p.m, static_cast<uint8_t*>(scratch(Scratch::shared, bytes)))};
 
   // A thread is worth its start for about 2^15 activations, or as many products of 2^16.
-  const int64_t tasks = p.row_tasks * p.block_tasks, row_grain = 1 + (int64_t(1) << 15) / p.k;
-  const int64_t task_grain = 1 + (int64_t(1) << 16) / (std::min(p.m, p.task_rows) * p.task_blocks * kBlockN * p.k);
+  const int64_t tasks = plan.row_tasks * plan.block_tasks, row_grain = 1 + (int64_t(1) << 15) / p.k;
+  const int64_t task_grain =
+      1 + (int64_t(1) << 16) / (std::min(p.m, plan.task_rows) * plan.task_blocks * kBlockN * p.k);
   torch::stable::parallel_for(0, p.m, row_grain, [&](int64_t begin, int64_t end) {
-    isa.prepare(&p, begin, end, scratch(Scratch::own, p.prepare_bytes));
+    isa.prepare(&g, begin, end, scratch(Scratch::own, plan.prepare_bytes));
   });
-  if (p.streams) {
+  if (plan.streams) {
     torch::stable::parallel_for(0, tasks, task_grain, [&](int64_t begin, int64_t end) {
-      isa.compute(&p, begin, end, scratch(Scratch::own, p.task_bytes));
+      isa.compute(&g, begin, end, scratch(Scratch::own, plan.task_bytes));
     });
   } else {
-    compute_together(isa, p, tasks);
+    compute_together(isa, g, threads, tasks);
   }
   return y;
 }
 
 Tensor linear_bf16(const Tensor* out, const Tensor& x, const Tensor& weight, int64_t n, std::optional<Tensor> bias) {
   Tensor rows;
-  Linear p = problem(Kind::bf16, x, n, rows);
+  GemmProblem p = problem(Kind::bf16, x, n, rows);
   p.weight = contiguous_bytes(weight, "weight", ScalarType::BFloat16, "bfloat16");
   check_rows(p, weight, p.padded_k);
   p.bias = checked_bias(bias, n);
@@ -124,7 +117,7 @@ Tensor linear_bf16(const Tensor* out, const Tensor& x, const Tensor& weight, int
 Tensor linear_int8(const Tensor* out, const Tensor& x, const Tensor& weight, const Tensor& scale, int64_t n,
                    std::optional<Tensor> bias) {
   Tensor rows;
-  Linear p = problem(Kind::int8, x, n, rows);
+  GemmProblem p = problem(Kind::int8, x, n, rows);
   p.weight = contiguous_bytes(weight, "weight", ScalarType::Char, "int8");
   check_rows(p, weight, p.padded_k + 4);
   p.scale = contiguous_floats(scale, "scale");
@@ -137,7 +130,7 @@ Tensor linear_int8(const Tensor* out, const Tensor& x, const Tensor& weight, con
 Tensor linear_fp8(const Tensor* out, const Tensor& x, const Tensor& weight, const Tensor& scale, int64_t n,
                   std::optional<Tensor> bias) {
   Tensor rows;
-  Linear p = problem(Kind::fp8, x, n, rows);
+  GemmProblem p = problem(Kind::fp8, x, n, rows);
   p.weight = contiguous_bytes(weight, "weight", ScalarType::Float8_e4m3fn, "float8_e4m3fn");
   check_rows(p, weight, p.padded_k);
   p.scale = contiguous_floats(scale, "scale");
@@ -151,7 +144,7 @@ Tensor linear_fp8(const Tensor* out, const Tensor& x, const Tensor& weight, cons
 Tensor linear_int4(const Tensor* out, const Tensor& x, const Tensor& weight, const Tensor& zeros, const Tensor& scale,
                    int64_t n, std::optional<Tensor> bias, bool int8_activations) {
   Tensor rows;
-  Linear p = problem(int8_activations ? Kind::int4_int8 : Kind::int4_bf16, x, n, rows);
+  GemmProblem p = problem(int8_activations ? Kind::int4_int8 : Kind::int4_bf16, x, n, rows);
   p.weight = contiguous_bytes(weight, "weight", ScalarType::Byte, "uint8");
   p.zeros = static_cast<const int8_t*>(contiguous_data(zeros, "zeros", ScalarType::Char, "int8"));
   p.scale = contiguous_floats(scale, "scale");
@@ -173,6 +166,13 @@ Tensor linear_int4(const Tensor* out, const Tensor& x, const Tensor& weight, con
 }
 
 std::string isa_name() { return isa().name; }
+
+// Each thread frees its own: the calling one and those that it starts for its work.
+void release_scratch() {
+  torch::stable::parallel_for(0, torch::stable::get_num_threads(), 1,
+                              [](int64_t, int64_t) { tilewright::release_scratch_of_thread(); });
+  tilewright::release_scratch_of_thread();
+}
 
 void checked_blocking(std::vector<int64_t> fields) {
   const std::string problem = tilewright::select_blocking(std::move(fields));
@@ -199,6 +199,7 @@ STABLE_TORCH_LIBRARY(tilewright, m) {
   m.def("isa_report() -> str");
   m.def("select_isa(str name) -> str");
   m.def("select_blocking(int[] fields) -> ()");
+  m.def("release_scratch() -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {
@@ -216,5 +217,6 @@ STABLE_TORCH_LIBRARY_IMPL(tilewright, CompositeExplicitAutograd, m) {
   m.impl("isa", TORCH_BOX(&tilewright::isa_name));
   m.impl("isa_report", TORCH_BOX(&tilewright::report));
   m.impl("select_isa", TORCH_BOX(&tilewright::select));
+  m.impl("release_scratch", TORCH_BOX(&tilewright::release_scratch));
   m.impl("select_blocking", TORCH_BOX(&tilewright::checked_blocking));
 }
