@@ -70,7 +70,7 @@ class Variant:
     def fold(self, path: str, modules: Mapping[str, nn.Module], observed: Observed) -> None:
         """Put solved weights and norms into the layer of a model whose graph is that of Llama."""
         fmt = FORMATS[SCHEMES[self.scheme]]
-        target = StorageSpec(fmt.id, "", torch.bfloat16 if fmt.bits == 4 else torch.float32)
+        target = StorageSpec(fmt.id, "")
         copied = {f"{name}.weight": torch.float32 for name in modules}
         wanted = CalibrationTargets(dict.fromkeys(observed.linears, target), frozenset(), copied, FOLDS["llama"])
         for module in modules.values():
@@ -88,12 +88,11 @@ class Variant:
 
 def solve(solver: str, weight: torch.Tensor, hessian: torch.Tensor, fmt: WeightFormat) -> QTensor:
     """One weight by one solver."""
-    scale_dtype = torch.bfloat16 if fmt.bits == 4 else torch.float32
     if solver in SOLVERS:
-        scales = SOLVERS[solver].scales(weight, block_amax(weight, fmt), fmt, scale_dtype)
+        scales = SOLVERS[solver].scales(weight, block_amax(weight, fmt), fmt)
         return QTensor(fmt, encode(weight, scales, fmt), scales)
     feedback = ErrorFeedback(SOLVERS["mse"], act_order=solver == "gptq")
-    return feedback.solve(weight, hessian, fmt, scale_dtype)
+    return feedback.solve(weight, hessian, fmt)
 
 
 class Side:

@@ -45,19 +45,18 @@ def inputs(outliers: int) -> torch.Tensor:
 
 def solved(w: torch.Tensor, x: torch.Tensor, fmt: WeightFormat) -> Iterator[tuple[str, torch.Tensor, float]]:
     """Name, resulting values and seconds of each solver."""
-    scale_dtype = torch.bfloat16 if fmt.bits == 4 else torch.float32
     for name, solver in SOLVERS.items():
         began = time.perf_counter()
-        scales = solver.scales(w, block_amax(w, fmt), fmt, scale_dtype)
+        scales = solver.scales(w, block_amax(w, fmt), fmt)
         yield name, QTensor(fmt, encode(w, scales, fmt), scales).dequantize(), time.perf_counter() - began
     hessian = x.T @ x
     began = time.perf_counter()
-    reader = Reader(w, fmt, scale_dtype)
+    reader = Reader(w, fmt)
     factors = torch.exp2(channel_exponents([reader], hessian, SOLVERS["mse"]).float())
     yield "awq", reader.quantized(factors, SOLVERS["mse"]).dequantize() / factors, time.perf_counter() - began
     for name, order in (("gptq, natural order", False), ("gptq", True)):
         began = time.perf_counter()
-        q = ErrorFeedback(SOLVERS["mse"], act_order=order).solve(w, hessian, fmt, scale_dtype)
+        q = ErrorFeedback(SOLVERS["mse"], act_order=order).solve(w, hessian, fmt)
         yield name, q.dequantize(), time.perf_counter() - began
 
 

@@ -53,7 +53,6 @@ def _weights_per_second(step: QuantizeStep, fmt: str) -> float:
             SAMPLE,
             part.target.weight_format,
             SOLVERS[step.solver],
-            part.target.scale_dtype,
             step.device,
         )
         part.target.checkpoint_layout.pack(q)

@@ -10,14 +10,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
 from tilewright.kernels.errors import CheckpointError
 from tilewright.kernels.packed.module_spec import Cut, ModuleSpec
 from tilewright.kernels.packed.safetensors_file import DTYPE_NAMES
 
 from .checkpoint import quantization_config
 from .checkpoint.encoding import ACTIVATION_SUFFIXES
+from .checkpoint.encodings.plain import NAMES
 from .checkpoint.files import Checkpoint
 from .checkpoint.packed import packed_modules, stored_inventory
 from .families import family_of
@@ -27,7 +26,6 @@ from .families.roles import KEPT, Role
 from .records.manifest import read_manifest
 
 Kind = Literal["plain", "quantized", "packed"]
-ENCODINGS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 METHODS = {"fp8": "block-fp8", "w8a8_int8": "int8", "w4afp8": "w4afp8"}  # quant_method -> the scheme that it spells
 
 
@@ -196,7 +194,7 @@ def _loose(checkpoint: Checkpoint, name: str, reasons: Mapping[str, str]) -> Ite
     role: Role = family.role(family.experts.canonical(name).removesuffix(".weight"))
     if name.rpartition(".")[2] in ACTIVATION_SUFFIXES:
         role, reasons = "small", {name: "scale of activations"}
-    encoding = ENCODINGS.get(spec.dtype, DTYPE_NAMES[spec.dtype].lower())
+    encoding = NAMES.get(spec.dtype, DTYPE_NAMES[spec.dtype].lower())
     reason = reasons.get(name, KEPT.get(role, "no matrix"))
     return Item(name, role, encoding, "", math.prod(spec.shape), spec.nbytes, False, reason)
 

@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+from tilewright.kernels import formats as number_formats
+from tilewright.kernels.formats import WeightFormat
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = {
@@ -158,6 +162,52 @@ def test_the_check_of_family_names_sees_them() -> None:
     code = '"""q_proj"""\nA = "q_proj"\nB = f"{A}.lm_head"\nC = r"layers\\.(\\d+)"\nD = "it says hidden_size"\n'
     found = {node.lineno for node in _strings(ast.parse(code)) if FAMILY_NAMES.search(str(node.value))}
     assert found == {2, 3, 4}
+
+
+ARITHMETIC = ("kernels/python", "packer/checkpoint/encodings")  # formats, layouts, kernels; how sources store them
+DTYPES = {name for name in dir(torch) if isinstance(getattr(torch, name), torch.dtype)}
+OF_FORMATS = {"bits", "code_dtype", "zero_point", "is_floating_point"}
+
+
+def _asks_for_numbers(node: ast.AST) -> bool:
+    """Whether an expression decides by what numbers are: compares, or looks up, a dtype, bits or a format."""
+    formats = {name for name in dir(number_formats) if isinstance(getattr(number_formats, name), WeightFormat)}
+
+    def is_one(part: ast.AST) -> bool:
+        if isinstance(part, ast.Attribute):
+            is_dtype = part.attr in DTYPES and isinstance(part.value, ast.Name) and part.value.id == "torch"
+            return is_dtype or part.attr in OF_FORMATS
+        return isinstance(part, ast.Name) and part.id in formats
+
+    if isinstance(node, ast.Compare):
+        sides = [node.left, *node.comparators]
+        return any(is_one(part) for side in sides for part in [side, *getattr(side, "elts", [])])
+    if isinstance(node, ast.Dict):
+        return any(is_one(key) for key in node.keys if key is not None)
+    if isinstance(node, ast.If | ast.IfExp | ast.While):
+        return is_one(node.test)
+    return isinstance(node, ast.MatchValue) and is_one(node.value)
+
+
+def test_formats_own_their_arithmetic() -> None:
+    wrong = [
+        f"{_name(path)}:{node.lineno} {ast.unparse(node).splitlines()[0]}"
+        for path in PYTHON
+        if any(path.is_relative_to(ROOT / folder) for folder in FOLDERS.values())
+        if not any(path.is_relative_to(ROOT / room) for room in ARITHMETIC)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if _asks_for_numbers(node)
+    ]
+    assert not wrong, "ask the format (kernels/python/formats), the layout or the reader instead"
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["x.dtype == torch.int8", "x.dtype in (torch.int8, torch.uint8)", "fmt.bits == 4", "fmt is FP8", "fmt != INT8"]
+    + ["{torch.int8: 1}[x.dtype]", "1 if fmt.code_dtype.is_floating_point else 2", "FP8 == fmt"],
+)
+def test_branches_on_numbers_are_seen(code: str) -> None:
+    assert any(map(_asks_for_numbers, ast.walk(ast.parse(code))))
 
 
 def test_nothing_names_a_machine_or_a_registry() -> None:

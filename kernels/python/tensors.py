@@ -72,18 +72,13 @@ class QTensor:
 
     def dequantize(self) -> torch.Tensor:
         """The values that the codes stand for: fp32 [.., N, K], `(code - zero) * scale` in fp32."""
-        values = self.codes.to(torch.float32)
-        if self.scales is None:
-            return values
-        *_, n, k = self.shape
         fmt = self.format
-        block_k = fmt.block_k or k
-        if self.zeros is not None:
-            values = values - self.zeros.to(torch.float32).repeat_interleave(block_k, -1)[..., :k]
-        elif fmt.zero_point:
-            values = values - fmt.zero_point
+        steps = fmt.decode(self.codes, self.zeros)
+        if self.scales is None:
+            return steps
+        *_, n, k = self.shape
         rows_per_part = n // self.parts
         rows = torch.arange(n) % rows_per_part // fmt.block_n
         rows = rows + torch.arange(n) // rows_per_part * (fmt.scale_rows(n, self.parts) // self.parts)
-        scales = self.scales.index_select(-2, rows).repeat_interleave(block_k, -1)[..., :k]
-        return values * scales
+        scales = self.scales.index_select(-2, rows).repeat_interleave(fmt.block_k or k, -1)[..., :k]
+        return steps * scales

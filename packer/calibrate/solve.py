@@ -93,7 +93,7 @@ class LayerSolver:
             raise SchemeError(f"{name}.weight: holds a NaN or an infinity; only finite weights can be quantized")
         assert statistics.hessian is not None
         solver = ErrorFeedback(SOLVERS[self.method.inner], act_order=self.method.act_order)
-        self.solution.weights[name] = solver.solve(weight, statistics.hessian, target.weight_format, target.scale_dtype)
+        self.solution.weights[name] = solver.solve(weight, statistics.hessian, target.weight_format)
         self.freed.add(SOLVING * statistics.hessian.numel() + ROUNDING * weight.numel())
 
 

@@ -83,6 +83,7 @@ class StoredWeight:
         encoding: For people: "bf16", "block 128x128 FP8", ….
         decoder: How values are read.
         stored_format: Id of the weight format in which `decoder.codes` gives the matrix unchanged; empty if in none.
+        rounds_to: Id of the weight format without scales that its values are rounded to when they are packed, or empty.
         bare: The weight has no `.weight` at its end.
         per_expert: Of a stack, whether each tensor has a slice for each expert; one that has none serves them all.
     """
@@ -94,6 +95,7 @@ class StoredWeight:
     encoding: str
     decoder: Decoder
     stored_format: str = ""
+    rounds_to: str = ""
     bare: bool = False
     per_expert: tuple[bool, ...] = ()
 

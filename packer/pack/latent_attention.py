@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tilewright.kernels.formats import BF16, FP8, WeightFormat
+from tilewright.kernels.formats import BF16, WeightFormat
 from tilewright.kernels.layouts.base import Layout
 from tilewright.kernels.tensors import QTensor, Reject
 
@@ -46,9 +46,11 @@ class Heads:
     rank: int
 
     def format(self, fmt: WeightFormat) -> WeightFormat:
-        """FP8 where each part of a head lies in whole blocks of scales or inside one, else bf16."""
-        fits = self.nope == self.value and (self.nope % FP8.block_n == 0 or FP8.block_n % self.nope == 0)
-        return FP8 if fmt is FP8 and fits else BF16
+        """`fmt` if its blocks are square and each part of a head is whole blocks or inside one; else bf16."""
+        unit = fmt.block_n
+        square = unit > 1 and unit == fmt.block_k
+        fits = square and self.nope == self.value and (self.nope % unit == 0 or unit % self.nope == 0)
+        return fmt if fits else BF16
 
     def shapes(self) -> dict[str, tuple[int, int, int]]:
         """Logical shapes of the two stacks."""
@@ -99,22 +101,22 @@ class AbsorbStep:
 def split_heads(q: QTensor, heads: Heads) -> tuple[QTensor, QTensor]:
     """`w_kc` [heads, rank, nope] and `w_vc` [heads, value, rank] of a `kv_b_proj` [heads * (nope + value), rank]."""
     fmt = heads.format(q.format)
-    if fmt is BF16:
+    if not fmt.has_scales:
         rows = q.dequantize().to(torch.bfloat16).reshape(heads.count, heads.nope + heads.value, heads.rank)
         keys, values = rows.split([heads.nope, heads.value], 1)
-        return QTensor(BF16, keys.transpose(1, 2).contiguous()), QTensor(BF16, values.contiguous())
+        return QTensor(fmt, keys.transpose(1, 2).contiguous()), QTensor(fmt, values.contiguous())
     assert q.scales is not None
     codes = q.codes.view(torch.uint8).reshape(heads.count, heads.nope + heads.value, heads.rank)
     keys, values = codes.split([heads.nope, heads.value], 1)
     starts = torch.arange(heads.count) * (heads.nope + heads.value)
-    steps = torch.arange(-(-heads.nope // FP8.block_n)) * FP8.block_n
-    key_rows = (starts[:, None] + steps) // FP8.block_n  # [heads, blocks of a head]
-    value_rows = (starts[:, None] + heads.nope + steps) // FP8.block_n
+    steps = torch.arange(-(-heads.nope // fmt.block_n)) * fmt.block_n
+    key_rows = (starts[:, None] + steps) // fmt.block_n  # [heads, blocks of a head]
+    value_rows = (starts[:, None] + heads.nope + steps) // fmt.block_n
     return (
         QTensor(
-            FP8,
-            keys.transpose(1, 2).contiguous().view(FP8.code_dtype),
+            fmt,
+            keys.transpose(1, 2).contiguous().view(fmt.code_dtype),
             q.scales[key_rows].transpose(1, 2).contiguous(),
         ),
-        QTensor(FP8, values.contiguous().view(FP8.code_dtype), q.scales[value_rows]),
+        QTensor(fmt, values.contiguous().view(fmt.code_dtype), q.scales[value_rows]),
     )

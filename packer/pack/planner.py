@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-import torch
-
 from tilewright import __version__
-from tilewright.kernels.formats import BF16, FP8, WeightFormat
-from tilewright.kernels.layouts import LAYOUTS
+from tilewright.kernels.formats import FORMATS, WeightFormat
 from tilewright.kernels.layouts.base import Layout
 from tilewright.kernels.packed.module_spec import PACKED_VERSION, QUANT_METHOD, Cut, ModuleSpec
 from tilewright.kernels.tensors import Reject, TensorSpec
@@ -224,7 +221,10 @@ class _Planner:
             return
         prefix = weight.module.removesuffix(f".{KV_B}")
         made = heads.format(fmt)
-        layout = LAYOUTS["cpu-vnni-fp8" if made is FP8 else "cpu-vnni-bf16"]
+        layout = self.target.layout("linear", made, heads.shapes()["w_kc"], 1)
+        if layout is None or isinstance(layout, Reject):
+            self.rejects.append(layout or Reject(prefix, f"no layout of {self.target.id} holds w_kc and w_vc"))
+            return
         outputs: dict[str, TensorSpec] = {}
         for name, shape in heads.shapes().items():
             spec = self.modules[f"{prefix}.{name}"] = ModuleSpec(layout, made, shape)
@@ -261,7 +261,7 @@ class _Planner:
             return fmt
         if matrix.stored.quantized:
             return Reject(matrix.stored.module, f"no packed layout holds {matrix.stored.encoding}", QUANTIZE_HINT)
-        return BF16 if self.checkpoint.spec(matrix.stored.tensors[0]).dtype == torch.float16 else None
+        return FORMATS[matrix.stored.rounds_to] if matrix.stored.rounds_to else None
 
     def _pack(self, groups: list[ModuleGroup], role: Role) -> None:
         """Give groups of equally many experts of one encoding their modules, tensors and tasks, or say why not."""
@@ -292,8 +292,8 @@ class _Planner:
             self._add_task(groups, layouts, fmt, number)
         if fmt.has_scales:
             self.formats.setdefault(role, set()).add(fmt.id)
-        elif self.checkpoint.spec(weights[0].stored.tensors[0]).dtype == torch.float16:
-            self.notes.append(f"{weights[0].module}: float16 is rounded to bf16, which the kernels read")
+        elif rounds_to := weights[0].stored.rounds_to:
+            self.notes.append(f"{weights[0].module}: float16 is rounded to {rounds_to}, which the kernels read")
 
     def _cut(self, group: ModuleGroup, fmt: WeightFormat) -> ModuleGroup:
         """The group with this rank's share of it."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewright.kernels.formats import BF16, WeightFormat
+from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.layouts.base import Layout
 from tilewright.kernels.packed.module_spec import ModuleSpec
 from tilewright.kernels.tensors import QTensor
@@ -122,9 +122,9 @@ class UnpackStep:
 
 
 def read_codes(matrix: Matrix, tensors: Sequence[torch.Tensor], fmt: WeightFormat) -> QTensor:
-    """The stored matrix with its codes unchanged; a float16 matrix is rounded to bf16."""
-    if fmt is BF16 and tensors[0].dtype == torch.float16:
-        return QTensor(fmt, matrix.decoder.raw(tensors, slice(*matrix.rows)).to(torch.bfloat16))
+    """The stored matrix with its codes unchanged, or rounded to the format without scales that kernels read."""
     q = matrix.codes(tensors)
-    assert q is not None, "the planner asked for a format that the decoder does not give"
+    if q is None:
+        assert not fmt.has_scales, "the planner asked for a format that the decoder does not give"
+        return QTensor(fmt, fmt.encode(matrix.values(tensors)))
     return q

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from tilewright.kernels.formats import INT4_BY_GROUP, WeightFormat
+from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.layouts.base import Layout
 from tilewright.kernels.tensors import Reject, TensorSpec
@@ -102,9 +102,6 @@ class GpuTarget:
 
     def layout(self, role: Role, fmt: WeightFormat, shape: tuple[int, ...], parts: int) -> Layout | Reject | None:
         """The layout, or why it cannot hold the weight."""
-        if fmt not in INT4_BY_GROUP.values():
-            hint = "convert the checkpoint with `quantize-model --scheme w4afp8` first"
-            return Reject(fmt.id, "experts are packed for GPUs in int4 alone", hint)
         return LAYOUTS[self.preferred].accepts(fmt, shape, parts) or LAYOUTS[self.preferred]
 
 

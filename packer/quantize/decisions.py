@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from tilewright.kernels.formats import FORMATS
 from tilewright.kernels.tensors import Reject, TensorSpec
 
 from ..checkpoint import Inventory
@@ -216,7 +215,7 @@ class Decider:
     def _describe(self, weight: StoredWeight, target: StorageSpec) -> str:
         if target.format == weight.stored_format:
             return f"{weight.encoding} -> {target.format}, codes as they are"
-        if weight.encoding.startswith("int4") and FORMATS[target.format].bits == 4:
+        if weight.encoding.startswith("int4") and target.weight_format.is_coarse:
             note = (
                 f"{weight.encoding} -> {target.format}: int4 weights are quantized a second time, expect the error of "
                 "both; verify-accuracy measures it"

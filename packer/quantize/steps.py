@@ -9,6 +9,7 @@ import torch
 
 from tilewright.kernels.errors import SchemeError
 from tilewright.kernels.formats import WeightFormat
+from tilewright.kernels.ops.convert import all_finite
 from tilewright.kernels.tensors import QTensor, TensorSpec
 
 from ..checkpoint.encoding import Decoder, first_bad
@@ -36,7 +37,6 @@ def quantize_matrix(
     shape: tuple[int, int],
     fmt: WeightFormat,
     solver: Solver,
-    scale_dtype: torch.dtype,
     device: str = "cpu",
 ) -> QTensor:
     """Quantize a matrix strip by strip, so that only one strip is ever in fp32.
@@ -46,7 +46,6 @@ def quantize_matrix(
         shape: (N, K).
         fmt: Weight format; a 16-bit one just rounds.
         solver: Chooses the scales.
-        scale_dtype: Scales are representable in this dtype.
         device: Where the arithmetic is done; the numbers are the same everywhere.
 
     Raises:
@@ -66,9 +65,9 @@ def quantize_matrix(
             row, column = (~torch.isfinite(strip)).nonzero()[0].tolist()
             raise BadElementError(start + row, column, float(strip[row, column]))
         if scales is None:
-            codes[start:stop] = strip.to(fmt.code_dtype)
+            codes[start:stop] = fmt.encode(strip)
             continue
-        found = solver.scales(strip, amax, fmt, scale_dtype)
+        found = solver.scales(strip, amax, fmt)
         codes[start:stop] = encode(strip, found, fmt)
         scales[start // unit : start // unit + len(found)] = found
     return QTensor(fmt, codes, scales)
@@ -161,7 +160,7 @@ class QuantizeStep:
 
         try:
             solver = SOLVERS[self.solver]
-            return quantize_matrix(read, (part.count, self.k), fmt, solver, target.scale_dtype, self.device)
+            return quantize_matrix(read, (part.count, self.k), fmt, solver, self.device)
         except BadElementError as error:
             if bad := first_bad(sources):
                 raise NotFiniteError(*bad, DAMAGED) from None
@@ -174,11 +173,11 @@ def _keep(q: QTensor | None, rows: tuple[int, int, int]) -> QTensor | None:
     q = None if q is None else take_rows(q, rows)
     if q is None:
         return None
-    if q.scales is None:
-        return QTensor(q.format, q.codes.contiguous()) if bool(torch.isfinite(q.codes).all()) else None
-    if not bool((torch.isfinite(q.scales) & (q.scales > 0)).all()):
+    if not all_finite(q.codes):
         return None
-    if q.codes.dtype == torch.float8_e4m3fn and bool(((q.codes.view(torch.uint8) & 0x7F) == 0x7F).any()):
+    if q.scales is None:
+        return QTensor(q.format, q.codes.contiguous())
+    if not bool((torch.isfinite(q.scales) & (q.scales > 0)).all()):
         return None
     return QTensor(q.format, q.codes.contiguous(), q.scales.contiguous())
 

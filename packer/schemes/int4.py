@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-
 from tilewright.packer.quant_config import compressed_tensors
 
 from .scheme import CheckpointFormat, Scheme, StorageSpec
 
-GROUPS = StorageSpec("int4", "pack-quantized", torch.bfloat16)
+GROUPS = StorageSpec("int4", "pack-quantized")
 
 INT4 = Scheme(
     id="int4",

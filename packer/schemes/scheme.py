@@ -6,8 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import torch
-
 from tilewright.kernels.formats import BF16, FORMATS, INT4_BY_GROUP, WeightFormat
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.layouts.base import Layout
@@ -22,16 +20,14 @@ class StorageSpec:
     Attributes:
         format: Id of the weight format; "int4" is completed by the group size.
         layout: Id of the checkpoint layout.
-        scale_dtype: What readers store or cast the scales to; codes are made with scales rounded to it.
     """
 
     format: str
     layout: str
-    scale_dtype: torch.dtype = torch.float32
 
     def with_group(self, group: int) -> StorageSpec:
         """The target for int4 groups of this size."""
-        return StorageSpec(INT4_BY_GROUP[group].id, self.layout, self.scale_dtype) if self.format == "int4" else self
+        return StorageSpec(INT4_BY_GROUP[group].id, self.layout) if self.format == "int4" else self
 
     @property
     def weight_format(self) -> WeightFormat:

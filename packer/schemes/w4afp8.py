@@ -6,8 +6,6 @@ stays in bf16, which is what both vLLM and SGLang load.
 
 from __future__ import annotations
 
-import torch
-
 from tilewright.packer.quant_config import compressed_tensors, w4afp8
 
 from .block_fp8 import NATIVE as BLOCK_FP8
@@ -18,14 +16,14 @@ W4AFP8 = Scheme(
     forms={
         "native": CheckpointFormat(
             BLOCK_FP8,
-            StorageSpec("int4-g128", "w4afp8-expert", torch.bfloat16),
+            StorageSpec("int4-g128", "w4afp8-expert"),
             w4afp8.write,
             ignores_exclusions=True,
             input_scale=True,
             extra_files=w4afp8.extra_files,
         ),
         "compressed-tensors": CheckpointFormat(
-            None, StorageSpec("int4-g128", "pack-quantized", torch.bfloat16), compressed_tensors.write_w4afp8
+            None, StorageSpec("int4-g128", "pack-quantized"), compressed_tensors.write_w4afp8
         ),
     },
     solver="mse",

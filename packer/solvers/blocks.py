@@ -43,21 +43,18 @@ def _native(weight: torch.Tensor) -> bool:
     return weight.device.type == "cpu" and weight.numel() > 0
 
 
-def scales_from_amax(
-    amax: torch.Tensor, fmt: WeightFormat, scale_dtype: torch.dtype, fraction: float = 1.0
-) -> torch.Tensor:
-    """`amax / qmax * fraction`, in `scale_dtype`, at least the smallest normal number, and 1 where amax is 0.
+def scales_from_amax(amax: torch.Tensor, fmt: WeightFormat, fraction: float = 1.0) -> torch.Tensor:
+    """`amax / qmax * fraction`, in `fmt.scale_dtype`, at least the smallest normal number, and 1 where amax is 0.
 
     Args:
         amax: fp32 [scale_rows, scale_columns], finite.
-        fmt: Weight format, for `qmax`.
-        scale_dtype: What readers store or cast the scale to; codes are made with the rounded scale.
+        fmt: Weight format; codes are made with the scales rounded to its `scale_dtype`.
         fraction: Share of the largest magnitude that the largest code stands for.
 
     Returns:
         fp32 [scale_rows, scale_columns], finite and > 0.
     """
-    scales = (amax / fmt.qmax * fraction).to(scale_dtype).to(torch.float32).clamp_min(SMALLEST_NORMAL)
+    scales = (amax / fmt.qmax * fraction).to(fmt.scale_dtype).to(torch.float32).clamp_min(SMALLEST_NORMAL)
     return torch.where(amax == 0, 1.0, scales)
 
 
@@ -67,26 +64,12 @@ def expand(scales: torch.Tensor, fmt: WeightFormat, n: int, k: int) -> torch.Ten
     return rows if not fmt.block_k else rows.repeat_interleave(fmt.block_k, 1)[:, :k]
 
 
-def round_to_codes(quotient: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
-    """Weight over scale -> the nearest code that the format holds, as a signed fp32 number (ties to even)."""
-    if fmt.code_dtype == torch.float8_e4m3fn:
-        return quotient.clamp(-fmt.qmax, fmt.qmax).to(torch.float8_e4m3fn).to(torch.float32)
-    lowest = -fmt.zero_point if fmt.zero_point else -fmt.qmax
-    return quotient.round().clamp(lowest, fmt.qmax)
-
-
 def encode(weight: torch.Tensor, scales: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
-    """Codes [N, K] of a weight under given scales.
-
-    fp8: RNE of `clamp(w / s, -448, 448)`; int8: RNE of `w / s` in -127..127; int4: RNE of `w / s` in -8..7, plus 8.
-    The quotient is a true fp32 division.
-    """
-    return convert.encode(weight, scales, fmt) if _native(weight) else encode_formula(weight, scales, fmt)
+    """Codes [N, K] of a weight under given scales: `fmt.encode(w / s)`, the quotient being a true fp32 division."""
+    native = fmt.native and _native(weight)
+    return convert.encode(weight, scales, fmt) if native else encode_formula(weight, scales, fmt)
 
 
 def encode_formula(weight: torch.Tensor, scales: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
     """What `encode` computes."""
-    quotient = weight / expand(scales, fmt, *weight.shape)
-    if fmt.code_dtype == torch.float8_e4m3fn:
-        return quotient.clamp_(-fmt.qmax, fmt.qmax).to(torch.float8_e4m3fn)
-    return (round_to_codes(quotient, fmt) + fmt.zero_point).to(fmt.code_dtype)
+    return fmt.encode(weight / expand(scales, fmt, *weight.shape))

@@ -15,7 +15,7 @@ from tilewright.kernels.errors import SchemeError
 from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.tensors import QTensor
 
-from .blocks import block_amax, expand, round_to_codes
+from .blocks import block_amax, expand
 from .solver import Solver
 
 STRIDE = 128  # columns rounded before the rest of the weight sees their errors, in one product; groups divide it
@@ -37,9 +37,7 @@ class ErrorFeedback:
     damping: float = 0.01
     act_order: bool = True
 
-    def solve(
-        self, weight: torch.Tensor, hessian: torch.Tensor, fmt: WeightFormat, scale_dtype: torch.dtype
-    ) -> QTensor:
+    def solve(self, weight: torch.Tensor, hessian: torch.Tensor, fmt: WeightFormat) -> QTensor:
         """Codes and scales of one weight.
 
         Args:
@@ -47,7 +45,6 @@ class ErrorFeedback:
             hessian: fp32 or fp64 [K, K], the sum of x x^T over inputs x, up to any positive factor. A column whose
                 diagonal element is 0 saw no input: it is rounded to nearest and takes no part.
             fmt: Weight format with scales; its blocks along K divide 128 or span the row.
-            scale_dtype: Scales are representable in this dtype.
 
         Raises:
             SchemeError: The Hessian is not finite, or not positive semidefinite.
@@ -62,7 +59,7 @@ class ErrorFeedback:
         grid: list[torch.Tensor] = []
         spread = None  # [K, N] scales that are chosen beforehand
         if self.act_order or not fmt.block_k:
-            grid = [self._scales(weight, fmt, scale_dtype)]
+            grid = [self._scales(weight, fmt)]
             spread = expand(grid[0], fmt, n, k).expand(n, k).T[order]
         unit = STRIDE if spread is not None else fmt.block_k
         for start in range(0, k, STRIDE):
@@ -71,23 +68,23 @@ class ErrorFeedback:
             for first in range(start, stop, unit):
                 last = min(first + unit, stop)
                 if spread is None:
-                    grid.append(self._scales(rest[first:last].T, fmt, scale_dtype))
+                    grid.append(self._scales(rest[first:last].T, fmt))
                     scales = expand(grid[-1], fmt, n, last - first).T
                 else:
                     scales = spread[first:last]
                 for j in range(first, last):
                     column, scale = rest[j], scales[j - first]
-                    codes[j] = round_to_codes(column / scale, fmt)
+                    codes[j] = fmt.nearest(column / scale)
                     errors[j - start] = (column - codes[j] * scale) / feedback[j, j]
                     rest[j + 1 : stop].addr_(feedback[j, j + 1 : stop], errors[j - start], alpha=-1)
             rest[stop:].addmm_(feedback[start:stop, stop:].T, errors, alpha=-1)
         natural = torch.empty_like(codes)
         natural[order] = codes
-        return QTensor(fmt, (natural.T + fmt.zero_point).to(fmt.code_dtype).contiguous(), torch.cat(grid, 1))
+        return QTensor(fmt, fmt.encode(natural.T).contiguous(), torch.cat(grid, 1))
 
-    def _scales(self, weight: torch.Tensor, fmt: WeightFormat, scale_dtype: torch.dtype) -> torch.Tensor:
+    def _scales(self, weight: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
         weight = weight.contiguous()
-        return self.inner.scales(weight, block_amax(weight, fmt), fmt, scale_dtype)
+        return self.inner.scales(weight, block_amax(weight, fmt), fmt)
 
 
 def inverse_root(hessian: torch.Tensor, damping: float) -> torch.Tensor:

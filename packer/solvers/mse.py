@@ -9,12 +9,7 @@ import torch
 from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.ops import convert
 
-from .blocks import block_view, expand, round_to_codes, scales_from_amax
-
-# Fractions of amax that the largest code may stand for. Integers gain from clipping the tail (and, with -8 to give
-# away, from aiming a negative maximum at -8); an FP8 grid is nearly the same at every scale, so few are worth a try.
-INTEGER_FRACTIONS = tuple(1.0 - step / 32 for step in range(-2, 14))
-FLOAT_FRACTIONS = tuple(1.0 - step / 16 for step in range(8))
+from .blocks import block_view, expand, scales_from_amax
 
 
 def halving_sum(values: torch.Tensor, dim: int) -> torch.Tensor:
@@ -34,7 +29,7 @@ def halving_sum(values: torch.Tensor, dim: int) -> torch.Tensor:
 
 def squared_error(weight: torch.Tensor, scales: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
     """Sum over each block of `(round(w / s) * s - w)^2`, fp32 [scale_rows, scale_columns]; K first, then rows."""
-    if weight.device.type == "cpu":
+    if fmt.native and weight.device.type == "cpu":
         return convert.squared_error(weight, scales, fmt)
     return squared_error_formula(weight, scales, fmt)
 
@@ -42,27 +37,27 @@ def squared_error(weight: torch.Tensor, scales: torch.Tensor, fmt: WeightFormat)
 def squared_error_formula(weight: torch.Tensor, scales: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
     """What `squared_error` computes."""
     spread = expand(scales, fmt, *weight.shape)
-    error = round_to_codes(weight / spread, fmt).mul_(spread).sub_(weight)
+    error = fmt.nearest(weight / spread).mul_(spread).sub_(weight)
     return halving_sum(halving_sum(block_view(error.square_(), fmt), 3), 1)
 
 
 @dataclass(frozen=True)
 class LeastSquares:
-    """The best of a fixed list of scales `amax / qmax * fraction`; the first of equals, beginning with fraction 1.
+    """The best of the scales `amax / qmax * fraction` for the format's fractions.
+
+    Of equals the first is taken, beginning with fraction 1.
 
     Fraction 1 is what rounding to nearest takes, so the error is never larger than there.
     """
 
     id: str = "mse"
 
-    def scales(
-        self, weight: torch.Tensor, amax: torch.Tensor, fmt: WeightFormat, scale_dtype: torch.dtype
-    ) -> torch.Tensor:
+    def scales(self, weight: torch.Tensor, amax: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
         """See `Solver.scales`."""
-        best = scales_from_amax(amax, fmt, scale_dtype)
+        best = scales_from_amax(amax, fmt)
         least = squared_error(weight, best, fmt)
-        for fraction in FLOAT_FRACTIONS if fmt.code_dtype.is_floating_point else INTEGER_FRACTIONS:
-            scales = scales_from_amax(amax, fmt, scale_dtype, fraction)
+        for fraction in fmt.fractions:
+            scales = scales_from_amax(amax, fmt, fraction)
             error = squared_error(weight, scales, fmt)
             better = error < least
             best, least = torch.where(better, scales, best), torch.where(better, error, least)

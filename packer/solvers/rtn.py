@@ -17,8 +17,6 @@ class RoundToNearest:
 
     id: str = "rtn"
 
-    def scales(
-        self, weight: torch.Tensor, amax: torch.Tensor, fmt: WeightFormat, scale_dtype: torch.dtype
-    ) -> torch.Tensor:
+    def scales(self, weight: torch.Tensor, amax: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
         """See `Solver.scales`."""
-        return scales_from_amax(amax, fmt, scale_dtype)
+        return scales_from_amax(amax, fmt)

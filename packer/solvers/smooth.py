@@ -31,17 +31,15 @@ class Reader:
     Attributes:
         weight: fp32 [N, K].
         format: Its weight format.
-        scale_dtype: Its scales are representable in this dtype.
     """
 
     weight: torch.Tensor
     format: WeightFormat
-    scale_dtype: torch.dtype
 
     def quantized(self, factors: torch.Tensor, solver: Solver) -> QTensor:
         """The weight with its columns multiplied by `factors` [K], quantized."""
         scaled = self.weight * factors
-        scales = solver.scales(scaled, block_amax(scaled, self.format), self.format, self.scale_dtype)
+        scales = solver.scales(scaled, block_amax(scaled, self.format), self.format)
         return QTensor(self.format, encode(scaled, scales, self.format), scales)
 
 

@@ -20,16 +20,13 @@ class Solver(Protocol):
     def id(self) -> str:
         """Name on the command line."""
 
-    def scales(
-        self, weight: torch.Tensor, amax: torch.Tensor, fmt: WeightFormat, scale_dtype: torch.dtype
-    ) -> torch.Tensor:
+    def scales(self, weight: torch.Tensor, amax: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
         """Scales of `weight`, each from its own block alone.
 
         Args:
             weight: fp32, bf16 or fp16 [N, K], finite; a run of whole row blocks of a larger one gives the same scales.
             amax: fp32 [scale_rows, scale_columns], `block_amax(weight, fmt)`.
-            fmt: Weight format.
-            scale_dtype: Scales are representable in this dtype.
+            fmt: Weight format; scales are representable in its `scale_dtype`.
 
         Returns:
             fp32 [scale_rows, scale_columns], finite and > 0.

@@ -3,9 +3,9 @@
 The bound must not trust the candidate's own scales: a doubled scale would double it. So the scale of every block is the
 one that the format's own rule gives for the source, `s = amax / qmax`, and two limits follow from it:
 
-- *worst case*: rounding to the nearest code is off by at most `s / 2` (integers), or `|w| / 16 + s * 2^-10` (e4m3:
-  half a step of 3 mantissa bits, or half of the smallest subnormal). No such quantizer exceeds the root of the summed
-  squares.
+- *worst case*: rounding to the nearest code is off by at most `WeightFormat.half_step`: `s / 2` for integers,
+  `max(|w| / 16, s * 2^-10)` for e4m3 (half a step of 3 mantissa bits, or half of the smallest subnormal). No such
+  quantizer exceeds the root of the summed squares.
 - *likely*: errors spread evenly over that interval have a mean square of a third of its square, with a standard
   deviation of sqrt(4 / 45) of it per element; seven deviations above the mean do not happen by chance.
 
@@ -27,10 +27,7 @@ DEVIATION = (4 / 45) ** 0.5  # standard deviation of that square
 DEVIATIONS = 7.0
 SLACK = 1.1  # of the root of two summed squares, for errors that are not quite independent
 BF16_SCALE = 2.0**-8  # largest share by which rounding to bf16 changes a scale, and so every value of its block
-E4M3_HALF_STEP = 2.0**-4  # half a step of 3 mantissa bits, relative to the value
-E4M3_HALF_SUBNORMAL = 2.0**-10  # half of the smallest subnormal, in units of the scale
 RUN = 1 << 20  # elements of a weight that are judged at once
-BF16_HALF_STEP = 2.0**-9
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
@@ -61,10 +58,7 @@ def _scales(blocks: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
 
 
 def _nearest(blocks: torch.Tensor, scales: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
-    steps = (blocks / scales).clamp(-fmt.qmax, fmt.qmax)
-    if fmt.code_dtype == torch.float8_e4m3fn:
-        return steps.to(torch.float8_e4m3fn).to(torch.float32) * scales
-    return steps.round() * scales
+    return fmt.nearest((blocks / scales).clamp(-fmt.qmax, fmt.qmax)) * scales
 
 
 def allowed_error(reference: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
@@ -76,17 +70,14 @@ def allowed_error(reference: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
 
     Returns:
         float64 `[scale rows, scale columns]`, in the unit of the weights. For 16-bit formats one block is the whole
-        matrix, and half a step of bf16 is allowed, which is nothing if the source is bf16 itself.
+        matrix, and half a step is allowed, which is nothing if the source is bf16 itself.
     """
     if not fmt.has_scales:
-        exact = bool((reference.to(torch.bfloat16).to(torch.float32) == reference).all())
-        return block_norms(reference * (0.0 if exact else BF16_HALF_STEP), fmt)
+        exact = bool((fmt.nearest(reference) == reference).all())
+        return block_norms(torch.zeros_like(reference) if exact else fmt.half_step(reference), fmt)
     blocks = block_view(reference, fmt)
     scales = _scales(blocks, fmt)
-    if fmt.code_dtype == torch.float8_e4m3fn:
-        elements = blocks.abs() * E4M3_HALF_STEP + scales * E4M3_HALF_SUBNORMAL
-    else:
-        elements = (scales / 2).expand_as(blocks)
+    elements = fmt.half_step(blocks / scales) * scales
     inside = block_view(torch.ones_like(reference), fmt).to(torch.float64)
     worst = (elements * inside).square().sum((1, 3)).sqrt()
     share = MEAN_SQUARE + DEVIATIONS * DEVIATION / inside.sum((1, 3)).sqrt()

@@ -32,8 +32,8 @@ class Histogram:
             self.scales += torch.bincount(exponents.flatten() + EXPONENTS // 2, minlength=EXPONENTS)
 
     def to_json(self, fmt: WeightFormat) -> dict[str, object]:
-        """Bars with labels: codes by value (8-bit integers by eights, e4m3 by exponent), scales by power of two."""
-        labels, counts = _code_bars(self.codes, fmt)
+        """Bars with labels: codes as their format groups them, scales by power of two."""
+        labels, counts = fmt.bars(self.codes)
         used = self.scales.nonzero().flatten()
         first, last = (int(used[0]), int(used[-1])) if len(used) else (0, -1)
         return {
@@ -43,14 +43,3 @@ class Histogram:
                 "counts": self.scales[first : last + 1].tolist(),
             },
         }
-
-
-def _code_bars(codes: torch.Tensor, fmt: WeightFormat) -> tuple[list[str], list[int]]:
-    if fmt.bits == 4:
-        return [str(code - fmt.zero_point) for code in range(16)], codes[:16].tolist()
-    if fmt.code_dtype == torch.float8_e4m3fn:
-        exponents = codes.reshape(2, 16, 8).sum(-1)  # sign, exponent, mantissa
-        names = ["< 2^-6", *(f"2^{exponent}" for exponent in range(-6, 9))]
-        return [f"-{name}" for name in reversed(names)] + names, exponents[1].flip(0).tolist() + exponents[0].tolist()
-    ascending = torch.cat((codes[128:], codes[:128])).reshape(32, 8).sum(-1)
-    return [str(8 * bar - 128) for bar in range(32)], ascending.tolist()

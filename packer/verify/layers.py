@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from tilewright.kernels.errors import VerifyError
-from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.modules.packed_modules import (
     PackedExperts,
     PackedLinear,
@@ -28,7 +27,6 @@ from .results import LayerResult
 
 ROWS = (1, 5, 33)  # a decode step, a small batch, more rows than a tile
 TOP_K = 2
-SMALLEST_AMAX = 1e-7  # rows of activations below it are quantized as if they reached it
 
 
 def layer_names(checkpoint: Checkpoint) -> list[str]:
@@ -121,25 +119,12 @@ class _Float:
         self._bias = torch.zeros(shape[-2]) if bias is None else bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return rounded_activations(x, self.module.spec.format) @ self._values.T + self._bias
+        return self.module.kernel.sees(x.to(torch.float32)) @ self._values.T + self._bias
 
 
 def _activations(rows: int, k: int, generator: torch.Generator) -> torch.Tensor:
     x = torch.randn(rows, k, generator=generator) * torch.rand(rows, 1, generator=generator).exp()
     return x.to(torch.bfloat16)
-
-
-def rounded_activations(x: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
-    """What a CPU kernel for weights of this format sees of its activations, fp32 [M, K].
-
-    int8 and int4 weights meet activations that are rounded to int8 per token, `s = max(amax(|x|), 1e-7) / 127`; the
-    others meet them in bf16.
-    """
-    x = x.to(torch.float32)
-    if fmt.bits == 16 or fmt.code_dtype == torch.float8_e4m3fn:
-        return x
-    amax = x.abs().amax(-1, keepdim=True).clamp_min(SMALLEST_AMAX)
-    return (x * (127 / amax)).round() * (amax / 127)
 
 
 def _relative(expected: torch.Tensor, actual: torch.Tensor) -> float:

@@ -13,7 +13,7 @@ import torch
 
 from tilewright.kernels.tensors import QTensor
 
-from .bounds import BF16_SCALE, E4M3_HALF_STEP, E4M3_HALF_SUBNORMAL, block_view, row_runs
+from .bounds import BF16_SCALE, block_view, row_runs
 
 FEWEST = 2  # elements out of line that make a block a stray: one may be a tie that was broken otherwise
 SHARE = 0.01
@@ -37,13 +37,10 @@ def stray_blocks(reference: torch.Tensor, q: QTensor) -> torch.Tensor:
 def _count(reference: torch.Tensor, q: QTensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """For each block: elements further than half a step from their code, elements, whether any code is not 0."""
     assert q.scales is not None
-    codes = _signed(q)
+    codes = q.format.decode(q.codes, q.zeros)
     blocks = block_view(codes, q.format)
     steps = block_view(reference, q.format) / q.scales[:, None, :, None]
-    if q.format.code_dtype == torch.float8_e4m3fn:
-        half = (steps.abs() * E4M3_HALF_STEP).clamp_min(E4M3_HALF_SUBNORMAL)
-    else:
-        half = torch.full_like(steps, 0.5)
+    half = q.format.half_step(steps)
     outside = (steps - blocks).abs() > half + (blocks.abs() + half) * BF16_SCALE
     outside &= ~((blocks.abs() >= q.format.qmax) & (steps.abs() >= blocks.abs()) & (steps.sign() == blocks.sign()))
     sizes = block_view(torch.ones_like(codes), q.format).sum((1, 3))
@@ -55,11 +52,3 @@ def _rows(q: QTensor, rows: slice) -> QTensor:
     assert q.scales is not None
     grid = slice(rows.start // q.format.block_n, -(-rows.stop // q.format.block_n))
     return QTensor(q.format, q.codes[rows], q.scales[grid], None if q.zeros is None else q.zeros[rows])
-
-
-def _signed(q: QTensor) -> torch.Tensor:
-    """Codes less their zero points, fp32 [N, K]."""
-    codes = q.codes.to(torch.float32)
-    if q.zeros is None:
-        return codes - q.format.zero_point
-    return codes - q.zeros.to(torch.float32).repeat_interleave(q.format.block_k, -1)[:, : codes.shape[1]]

@@ -9,7 +9,14 @@ import torch
 
 from .. import ops
 from ..gpu.grouped import linear_w4a8
+from ..ops.reference import quantize_rows
 from ..registry import Registry
+
+
+def as_int8(x: torch.Tensor) -> torch.Tensor:
+    """Rows of fp32 [M, K] as int8 operators see them: rounded to 255 values each."""
+    codes, scales = quantize_rows(x)
+    return codes.to(torch.float32) * scales
 
 
 @dataclass(frozen=True)
@@ -21,6 +28,7 @@ class LinearKernel:
         device: Type of the device that it runs on.
         suffixes: The layout's tensors, in the order in which the operator takes them.
         op: The operator: (x [.., K], *tensors, N, bias fp32 [N] or None) -> [.., N] in the dtype of x.
+        sees: What it takes its activations for, fp32 of fp32 [M, K]: 16-bit ones as they are by default.
         scale: Suffix of its scales; "" if it has none. A field, because Dynamo cannot trace a cached property.
     """
 
@@ -28,6 +36,7 @@ class LinearKernel:
     device: str
     suffixes: tuple[str, ...]
     op: Callable[..., torch.Tensor]
+    sees: Callable[[torch.Tensor], torch.Tensor] = torch.clone
     scale: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -42,9 +51,9 @@ LINEAR_KERNELS: Registry[LinearKernel] = Registry(
     "linear kernel for layout",
     (
         LinearKernel("cpu-vnni-bf16", "cpu", ("weight",), ops.linear_bf16),
-        LinearKernel("cpu-vnni-int8", "cpu", ("weight", "weight_scale"), ops.linear_int8),
+        LinearKernel("cpu-vnni-int8", "cpu", ("weight", "weight_scale"), ops.linear_int8, as_int8),
         LinearKernel("cpu-vnni-fp8", "cpu", ("weight", "weight_scale_inv"), ops.linear_fp8),
-        LinearKernel("cpu-vnni-int4", "cpu", ("weight", "weight_zero_point", "weight_scale"), ops.linear_int4),
+        LinearKernel("cpu-vnni-int4", "cpu", ("weight", "weight_zero_point", "weight_scale"), ops.linear_int4, as_int8),
         LinearKernel("gpu-hopper-w4", "cuda", ("tiles", "scales"), linear_w4a8),
     ),
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import _native  # noqa: F401  # loads the library
 from ..formats import WeightFormat
 
-CODES = {torch.float8_e4m3fn: "fp8", torch.int8: "int8", torch.uint8: "int4"}
+GRIDS = {torch.float8_e4m3fn: "fp8", torch.int8: "int8", torch.uint8: "int4"}  # codes as checkpoints store them
 READ = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
 ROWS_AT_ONCE = 64  # of which `all_finite` takes the maximum together
 
@@ -44,17 +44,20 @@ def all_finite(values: Tensor) -> bool:
 def encode(weight: Tensor, scales: Tensor, fmt: WeightFormat) -> Tensor:
     """Codes [N, K] of a finite weight [N, K] under scales fp32 [scale_rows, scale_columns], in `fmt.code_dtype`.
 
-    RNE of the fp32 quotient, cut off at the largest codes.
+    RNE of the fp32 quotient, cut off at the largest codes. For formats with a `native` grid.
     """
-    codes = CODES[fmt.code_dtype]
-    result: Tensor = torch.ops.tilewright.encode(_rows(weight), scales.contiguous(), codes, fmt.block_n, fmt.block_k)
+    grid, scales = fmt.native, scales.contiguous()
+    result: Tensor = torch.ops.tilewright.encode(_rows(weight), scales, grid, fmt.block_n, fmt.block_k)
     return result
 
 
 def squared_error(weight: Tensor, scales: Tensor, fmt: WeightFormat) -> Tensor:
-    """Sum over each block of `(round(w / s) * s - w)^2`, added up in halves: fp32 [scale_rows, scale_columns]."""
-    codes, scales = CODES[fmt.code_dtype], scales.contiguous()
-    result: Tensor = torch.ops.tilewright.squared_error(_rows(weight), scales, codes, fmt.block_n, fmt.block_k)
+    """Sum over each block of `(round(w / s) * s - w)^2`, added up in halves: fp32 [scale_rows, scale_columns].
+
+    For formats with a `native` grid.
+    """
+    grid, scales = fmt.native, scales.contiguous()
+    result: Tensor = torch.ops.tilewright.squared_error(_rows(weight), scales, grid, fmt.block_n, fmt.block_k)
     return result
 
 
@@ -71,9 +74,9 @@ def scale_codes(codes: Tensor, scales: Tensor, block_n: int, block_k: int, first
     Returns:
         fp32 [rows, K].
     """
-    kind = CODES[codes.dtype]
+    grid = GRIDS[codes.dtype]
     result: Tensor = torch.ops.tilewright.scale_codes(
-        _rows(codes), scales.contiguous(), kind, block_n, block_k, first_row if block_n else 0
+        _rows(codes), scales.contiguous(), grid, block_n, block_k, first_row if block_n else 0
     )
     return result
 

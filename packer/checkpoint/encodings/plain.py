@@ -57,7 +57,8 @@ class Plain:
             spec.shape,
             NAMES[spec.dtype],
             PlainDecoder(),
-            BF16.id if spec.dtype == torch.bfloat16 else "",
+            stored_format=BF16.id if spec.dtype == torch.bfloat16 else "",
+            rounds_to=BF16.id if spec.dtype == torch.float16 else "",
         )
 
 

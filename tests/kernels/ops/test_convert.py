@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import torch
 from tilewright.kernels import ops
 from tilewright.kernels.formats import FORMATS, FP8, INT4_G32, INT4_G128, INT8, WeightFormat
 from tilewright.kernels.ops import convert
-from tilewright.packer.solvers.blocks import block_amax_formula, encode_formula, round_to_codes, scales_from_amax
+from tilewright.packer.solvers.blocks import block_amax_formula, encode_formula, scales_from_amax
 from tilewright.packer.solvers.mse import squared_error_formula
 
 ISAS = [status.name for status in ops.kernel_report() if status.available and not status.name.startswith("amx")]
@@ -50,7 +51,7 @@ def test_same_bits_as_the_formulas(fmt: WeightFormat, dtype: torch.dtype) -> Non
         amax = convert.block_amax(weight, fmt)
         assert same(amax, block_amax_formula(weight, fmt))
         for scale_dtype, fraction in ((torch.float32, 1.0), (torch.bfloat16, 0.7)):  # 0.7: some codes are cut off
-            scales = scales_from_amax(amax, fmt, scale_dtype, fraction)
+            scales = scales_from_amax(amax, replace(fmt, scale_dtype=scale_dtype), fraction)
             assert same(convert.encode(weight, scales, fmt), encode_formula(weight, scales, fmt)), (n, k)
             error = convert.squared_error(weight, scales, fmt)
             assert same(error, squared_error_formula(weight.float(), scales, fmt)), (n, k)
@@ -62,7 +63,7 @@ def test_odd_widths(k: int) -> None:
         weight = weights((131, k), torch.bfloat16, k)
         amax = block_amax_formula(weight, fmt)
         assert same(convert.block_amax(weight, fmt), amax)
-        scales = scales_from_amax(amax, fmt, torch.float32)
+        scales = scales_from_amax(amax, fmt)
         assert same(convert.encode(weight, scales, fmt), encode_formula(weight, scales, fmt))
         assert same(convert.squared_error(weight, scales, fmt), squared_error_formula(weight.float(), scales, fmt))
 
@@ -71,7 +72,7 @@ def test_rows_apart() -> None:
     fmt = INT4_G32
     whole = weights((20, 160), torch.float16, 1)
     for part in (whole[3:19:2], whole[::3], whole[:, :96], whole[1:2], whole.T[:64, :].contiguous().T[:, :64]):
-        scales = scales_from_amax(convert.block_amax(part, fmt), fmt, torch.float32)
+        scales = scales_from_amax(convert.block_amax(part, fmt), fmt)
         assert same(convert.encode(part, scales, fmt), encode_formula(part.contiguous(), scales, fmt))
     turned = whole.T[:, :].contiguous().T
     assert same(convert.block_amax(turned, fmt), convert.block_amax(whole, fmt))
@@ -92,7 +93,7 @@ def test_every_quotient_rounds_like_torch() -> None:
             scales = torch.ones(fmt.scale_rows(len(finite)), 1)
             assert same(convert.encode(finite, scales, fmt), encode_formula(finite, scales, fmt))
             values = convert.encode(finite, scales, fmt).float() - fmt.zero_point
-            assert values.equal(round_to_codes(finite.float(), fmt))
+            assert values.equal(fmt.nearest(finite.float()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -70,7 +70,7 @@ def test_gptq_comes_closer_to_the_source(model: str, scheme: tuple[str, ...], tm
 
 def test_damage_shows_in_weights_that_feedback_chose() -> None:
     weight, inputs = torch.randn(64, 128), torch.randn(500, 32) @ torch.randn(32, 128)
-    q = ErrorFeedback(SOLVERS["mse"]).solve(weight, inputs.T @ inputs, INT4_G64, torch.bfloat16)
+    q = ErrorFeedback(SOLVERS["mse"]).solve(weight, inputs.T @ inputs, INT4_G64)
     assert q.scales is not None
     assert coded_error(weight, q, exact=False, feedback=True).sound
     for damaged in (

@@ -120,4 +120,4 @@ def test_refusals(case: str, write: Call, plan: Callable[[Path], Plan]) -> None:
 def test_gpus_take_them_in_int4_alone(write: Call) -> None:
     source = open_checkpoint(write(stacked(separate(), False, False)))
     (reject, *_) = plan_pack(source, GpuTarget()).rejects
-    assert "experts are packed for GPUs in int4 alone" in str(reject)
+    assert "weight format bf16 is not int4" in str(reject)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -14,6 +16,10 @@ from tilewright.packer.solvers.gptq import ErrorFeedback, inverse_root
 
 SCALED = [fmt for fmt in FORMATS.values() if fmt.has_scales]
 ODD = {INT8: (13, 70), FP8: (150, 200), INT4_G32: (9, 160), INT4_G64: (7, 192), INT4_G128: (5, 256)}
+
+
+def fp32_scales(fmt: WeightFormat) -> WeightFormat:
+    return replace(fmt, scale_dtype=torch.float32)
 
 
 def correlated(tokens: int, k: int) -> torch.Tensor:
@@ -40,7 +46,7 @@ def textbook(
 
     def scales_of(part: torch.Tensor) -> torch.Tensor:
         part = part.float().contiguous()
-        return expand(rtn.scales(part, block_amax(part, fmt), fmt, torch.float32), fmt, *part.shape).double()
+        return expand(rtn.scales(part, block_amax(part, fmt), fp32_scales(fmt)), fmt, *part.shape).double()
 
     fixed = scales_of(weight).expand(n, k)
     out = torch.empty_like(w)
@@ -64,7 +70,7 @@ def test_it_is_the_textbook_algorithm(fmt: WeightFormat, act_order: bool) -> Non
     n, k = ODD[fmt]
     weight, inputs = torch.randn(n, k), correlated(4 * k, k)
     hessian = inputs.T @ inputs
-    q = ErrorFeedback(SOLVERS["rtn"], act_order=act_order).solve(weight, hessian, fmt, torch.float32)
+    q = ErrorFeedback(SOLVERS["rtn"], act_order=act_order).solve(weight, hessian, fp32_scales(fmt))
     order = torch.argsort(hessian.diagonal(), descending=True, stable=True) if act_order else None
     ours, theirs = q.dequantize().double(), textbook(weight, hessian, fmt, order)
     # A rounding that falls the other way in fp32 changes a whole row from there on; nearly all rows are the same,
@@ -82,8 +88,8 @@ def test_outputs_change_less_than_by_rounding_to_nearest(fmt: WeightFormat, inne
     n, k = 64, 256
     weight = torch.randn(n, k) * torch.rand(n, 1).add(0.1)
     inputs, unseen = correlated(1500, k).split((1000, 500))
-    q = ErrorFeedback(SOLVERS[inner]).solve(weight, inputs.T @ inputs, fmt, torch.float32)
-    scales = SOLVERS[inner].scales(weight, block_amax(weight, fmt), fmt, torch.float32)
+    q = ErrorFeedback(SOLVERS[inner]).solve(weight, inputs.T @ inputs, fp32_scales(fmt))
+    scales = SOLVERS[inner].scales(weight, block_amax(weight, fmt), fp32_scales(fmt))
     nearest = QTensor(fmt, encode(weight, scales, fmt), scales)
     assert q.scales is not None
     assert q.codes.shape == weight.shape
@@ -103,27 +109,27 @@ def test_columns_without_input_are_rounded_to_nearest(fmt: WeightFormat, act_ord
     weight, inputs = torch.randn(n, k), correlated(500, k)
     dead = torch.rand(k) < 0.3
     inputs[:, dead] = 0
-    q = ErrorFeedback(SOLVERS["rtn"], act_order=act_order).solve(weight, inputs.T @ inputs, fmt, torch.float32)
+    q = ErrorFeedback(SOLVERS["rtn"], act_order=act_order).solve(weight, inputs.T @ inputs, fp32_scales(fmt))
     assert q.scales is not None
     nearest = QTensor(fmt, encode(weight, q.scales, fmt), q.scales).dequantize()
     torch.testing.assert_close(q.dequantize()[:, dead], nearest[:, dead], rtol=0, atol=0)
-    nothing = ErrorFeedback(SOLVERS["rtn"]).solve(weight, torch.zeros(k, k), fmt, torch.float32)
-    scales = SOLVERS["rtn"].scales(weight, block_amax(weight, fmt), fmt, torch.float32)
+    nothing = ErrorFeedback(SOLVERS["rtn"]).solve(weight, torch.zeros(k, k), fp32_scales(fmt))
+    scales = SOLVERS["rtn"].scales(weight, block_amax(weight, fmt), fp32_scales(fmt))
     assert torch.equal(nothing.codes.float(), encode(weight, scales, fmt).float())  # -0 and 0 are one value
 
 
 def test_uncorrelated_inputs_leave_nothing_to_feed_back() -> None:
     torch.manual_seed(3)
     weight = torch.randn(8, 128)
-    q = ErrorFeedback(SOLVERS["mse"]).solve(weight, torch.eye(128) * 5, INT4_G64, torch.bfloat16)
-    scales = SOLVERS["mse"].scales(weight, block_amax(weight, INT4_G64), INT4_G64, torch.bfloat16)
+    q = ErrorFeedback(SOLVERS["mse"]).solve(weight, torch.eye(128) * 5, INT4_G64)
+    scales = SOLVERS["mse"].scales(weight, block_amax(weight, INT4_G64), INT4_G64)
     assert torch.equal(q.codes, encode(weight, scales, INT4_G64))
     assert torch.equal(q.scales, scales)
 
 
 def test_an_all_zero_weight_stays_zero() -> None:
     inputs = correlated(300, 128)
-    q = ErrorFeedback(SOLVERS["mse"]).solve(torch.zeros(4, 128), inputs.T @ inputs, INT4_G32, torch.bfloat16)
+    q = ErrorFeedback(SOLVERS["mse"]).solve(torch.zeros(4, 128), inputs.T @ inputs, INT4_G32)
     assert bool((q.dequantize() == 0).all())
 
 
@@ -142,4 +148,4 @@ def test_a_broken_hessian_is_refused(bad: float) -> None:
     hessian = torch.eye(64)
     hessian[3, 5] = hessian[5, 3] = bad
     with pytest.raises(SchemeError, match="not positive definite"):
-        ErrorFeedback(SOLVERS["rtn"]).solve(torch.randn(2, 64), hessian, INT4_G64, torch.float32)
+        ErrorFeedback(SOLVERS["rtn"]).solve(torch.randn(2, 64), hessian, INT4_G64)

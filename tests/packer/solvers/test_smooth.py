@@ -21,7 +21,7 @@ def test_outlier_channels_are_protected() -> None:
     outliers = torch.randperm(128)[:4]
     x[:, outliers] *= 100  # so much that no draw of the weights makes up for it
     seen, unseen = x.split(400)
-    readers = [Reader(torch.randn(n, 128), INT4_G64, torch.bfloat16) for n in (32, 48)]
+    readers = [Reader(torch.randn(n, 128), INT4_G64) for n in (32, 48)]
     exponents = channel_exponents(readers, seen.T @ seen, SOLVERS["mse"])
     assert exponents.dtype == torch.int8
     assert int(exponents.abs().max()) <= LARGEST
@@ -32,7 +32,7 @@ def test_outlier_channels_are_protected() -> None:
 
 def test_even_inputs_and_no_inputs_leave_weights_alone() -> None:
     torch.manual_seed(1)
-    reader = Reader(torch.randn(16, 64), INT4_G64, torch.bfloat16)
+    reader = Reader(torch.randn(16, 64), INT4_G64)
     for hessian in (torch.eye(64) * 7, torch.zeros(64, 64)):
         assert channel_exponents([reader], hessian, SOLVERS["rtn"]).eq(0).all()
 
@@ -42,6 +42,6 @@ def test_channels_without_input_are_left_alone() -> None:
     x = torch.randn(300, 64)
     x[:, :3] *= 100
     x[:, 60:] = 0
-    exponents = channel_exponents([Reader(torch.randn(32, 64), INT4_G64, torch.bfloat16)], x.T @ x, SOLVERS["mse"])
+    exponents = channel_exponents([Reader(torch.randn(32, 64), INT4_G64)], x.T @ x, SOLVERS["mse"])
     assert exponents[60:].eq(0).all()
     assert exponents[:3].gt(0).all()

@@ -1,5 +1,7 @@
 """Solvers: exact formulas, bounds, and what least squares must gain."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +17,8 @@ SCALED = [fmt for fmt in FORMATS.values() if fmt.has_scales]
 
 
 def solve(weight: torch.Tensor, fmt: WeightFormat, solver: str, dtype: torch.dtype = torch.float32) -> QTensor:
-    scales = SOLVERS[solver].scales(weight, block_amax(weight, fmt), fmt, dtype)
+    fmt = replace(fmt, scale_dtype=dtype)
+    scales = SOLVERS[solver].scales(weight, block_amax(weight, fmt), fmt)
     return QTensor(fmt, encode(weight, scales, fmt), scales)
 
 

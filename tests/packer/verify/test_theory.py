@@ -10,7 +10,7 @@ import torch
 
 from tilewright.kernels.formats import FORMATS
 from tilewright.packer.solvers import SOLVERS
-from tilewright.packer.solvers.blocks import block_amax, expand, round_to_codes
+from tilewright.packer.solvers.blocks import block_amax, expand
 
 PAGE = Path(__file__).parents[3] / "docs" / "accuracy.md"
 BLOCKS = ("a row of 4096", "128 x 128", "32 of a row", "64 of a row", "128 of a row")
@@ -38,9 +38,9 @@ def test_the_table_is_right(name: str, kind: str) -> None:
     weight, fmt = weights(kind), FORMATS[name]
     amax = block_amax(weight, fmt)
     for solver, stated in (("rtn", rtn), ("mse", mse)):
-        scales = SOLVERS[solver].scales(weight, amax, fmt, torch.float32)
+        scales = SOLVERS[solver].scales(weight, amax, fmt)
         spread = expand(scales, fmt, N, K)
-        error = (round_to_codes(weight / spread, fmt) * spread - weight).norm() / weight.norm()
+        error = (fmt.nearest(weight / spread) * spread - weight).norm() / weight.norm()
         assert 100 * float(error) == pytest.approx(float(stated), rel=0.01), solver
     if formula:
         spread_out = float(amax.square().mean().sqrt() / weight.square().mean().sqrt())

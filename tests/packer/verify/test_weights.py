@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from tilewright.kernels.formats import BF16, FORMATS, FP8, INT4_G32, INT4_G128, 
 from tilewright.kernels.tensors import QTensor
 from tilewright.packer.checkpoint.contents import Contents, LogicalTensor
 from tilewright.packer.solvers import SOLVERS
-from tilewright.packer.solvers.blocks import block_amax, expand, round_to_codes
+from tilewright.packer.solvers.blocks import block_amax, encode
 from tilewright.packer.solvers.gptq import ErrorFeedback
 from tilewright.packer.solvers.solver import Solver
 from tilewright.packer.verify.bounds import allowed_error, block_norms
@@ -144,9 +145,9 @@ def test_what_our_solvers_choose_is_sound(fmt: WeightFormat, solver: Solver) -> 
     torch.manual_seed(9)
     for weight in (torch.randn(128, 256), torch.randn(128, 256) / (torch.randn(128, 256).abs() + 0.1)):
         for scale_dtype in (torch.float32, torch.bfloat16):
-            scales = solver.scales(weight, block_amax(weight, fmt), fmt, scale_dtype)
-            codes = round_to_codes(weight / expand(scales, fmt, *weight.shape), fmt)
-            q = QTensor(fmt, (codes + fmt.zero_point).to(fmt.code_dtype), scales)
+            stored = replace(fmt, scale_dtype=scale_dtype)
+            scales = solver.scales(weight, block_amax(weight, stored), stored)
+            q = QTensor(stored, encode(weight, scales, stored), scales)
             assert coded_error(weight, q, exact=False).sound
 
 
@@ -169,7 +170,8 @@ def test_error_feedback_is_no_damage() -> None:
     torch.manual_seed(4)
     weight, inputs = torch.randn(64, 256), torch.randn(600, 256)
     mixed = inputs @ (torch.eye(256) + torch.randn(256, 256) / 10)  # columns that are much alike
-    q = ErrorFeedback(SOLVERS["mse"]).solve(weight, (mixed.T @ mixed).double(), INT4_G128, torch.float32)
+    fmt = replace(INT4_G128, scale_dtype=torch.float32)
+    q = ErrorFeedback(SOLVERS["mse"]).solve(weight, (mixed.T @ mixed).double(), fmt)
     assert coded_error(weight, q, exact=False).strays == ()
     assert not coded_error(weight, q, exact=False).sound
     assert coded_error(weight, q, exact=False, feedback=True).sound
