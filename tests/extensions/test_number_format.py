@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import tilewright
 from tilewright.kernels.formats import FORMATS, WeightFormat
 from tilewright.kernels.formats.integer import IntegerFormat
 from tilewright.kernels.layouts import LAYOUTS
@@ -23,12 +24,9 @@ from tilewright.packer.checkpoint.encoding import Decoder, StoredWeight, TensorG
 from tilewright.packer.checkpoint.encodings import ENCODINGS
 from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.checkpoint.reading import read_contents
-from tilewright.packer.engine.pipeline import execute
-from tilewright.packer.quantize.options import QuantizeOptions
-from tilewright.packer.quantize.planner import plan_quantize
 from tilewright.packer.schemes import SCHEMES
 from tilewright.packer.schemes.scheme import CheckpointFormat, Scheme, StorageSpec
-from tilewright.packer.verify.job import Request, verify
+from tilewright.packer.verify.verdict import Verification
 
 MODEL = Path(__file__).parents[2] / "examples" / "models" / "tiny-qwen3-moe"
 
@@ -125,15 +123,18 @@ def int6(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def quantize(source: Path, output: Path, scheme: str) -> Path:
-    checkpoint = open_checkpoint(str(source))
-    execute(plan_quantize(checkpoint, QuantizeOptions(scheme)), checkpoint, output)
+    tilewright.quantize(source, output, scheme, progress=tilewright.Silent())
     return output
+
+
+def verify(reference: Path, candidate: Path, options: tilewright.VerifyOptions | None = None) -> Verification:
+    return tilewright.verify(reference, candidate, options, progress=tilewright.Silent())
 
 
 @pytest.mark.usefixtures("int6")
 def test_int6_is_quantized_verified_and_read_back(tmp_path: Path) -> None:
     output = quantize(MODEL, tmp_path / "int6", "int6")
-    verified = verify(str(MODEL), str(output), Request())
+    verified = verify(MODEL, output)
     coded = {result.name: result for result in verified.tensors if result.format == INT6.id}
     assert len(coded) == 4 * (4 + 8 * 3)  # four layers of q, k, v, o and eight experts
     assert not any(result.failed for result in verified.tensors)
@@ -150,7 +151,7 @@ def test_int6_is_quantized_verified_and_read_back(tmp_path: Path) -> None:
     assert all(torch.equal(before[name], after[name]) for name in before)
 
     other = quantize(output, tmp_path / "int8", "int8")  # and a source of any other scheme
-    assert not any(result.failed for result in verify(str(output), str(other), Request()).tensors)
+    assert not any(result.failed for result in verify(output, other).tensors)
 
 
 @pytest.mark.usefixtures("int6")
@@ -162,5 +163,5 @@ def test_damage_to_int6_is_seen(tmp_path: Path) -> None:
     assert read_contents(open_checkpoint(str(output))).weights[f"{victim}.weight"].format == INT6
     tensors[f"{victim}.weight_scale"][3] *= 1.1
     save_file(tensors, path)
-    failed = [r.name for r in verify(str(MODEL), str(output), Request(checksums=False)).tensors if r.failed]
+    failed = [r.name for r in verify(MODEL, output, tilewright.VerifyOptions(checksums=False)).tensors if r.failed]
     assert failed == [f"{victim}.weight"]
