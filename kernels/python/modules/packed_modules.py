@@ -43,6 +43,8 @@ class PackedWeight(nn.Module):
         self.reduce: Reduce | None = None
         self.spec = spec
         self.kernel = find_kernel(name, spec, next(iter(tensors.values())).device.type)
+        if spec.rotation:  # never run as if it were not there
+            raise KernelUnavailableError(f"{name}: no bundled kernel rotates its input")
         for suffix in self.kernel.suffixes:
             self.register_buffer(suffix, tensors[suffix])
         self.register_buffer("bias", tensors.get("bias"))

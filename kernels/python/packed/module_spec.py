@@ -14,6 +14,7 @@ from ..formats import FORMATS, WeightFormat
 from ..layouts import LAYOUTS
 from ..layouts.base import Layout
 from ..layouts.cpu_blocks import row_unit
+from ..rotation import Rotation
 from ..tensors import Reject, TensorSpec
 from .safetensors_file import DTYPE_NAMES, DTYPES, Header
 
@@ -87,6 +88,7 @@ class ModuleSpec:
         first_expert: Number that the first expert of the stack has in the source.
         whole: Logical shape of the uncut module; empty if this is all of it.
         joined: Rows of each source, if they are Linears that were joined; else empty, and sources are equal parts.
+        rotation: What its input is multiplied by before it is quantized; None: nothing.
     """
 
     layout: Layout
@@ -99,6 +101,7 @@ class ModuleSpec:
     first_expert: int = 0
     whole: tuple[int, ...] = ()
     joined: tuple[int, ...] = ()
+    rotation: Rotation | None = None
 
     @property
     def source_rows(self) -> tuple[int, ...]:
@@ -185,6 +188,8 @@ class ModuleSpec:
             fields["whole"] = list(self.whole)
         if self.joined:
             fields["joined"] = list(self.joined)
+        if self.rotation:
+            fields["rotation"] = self.rotation.to_json()
         return fields
 
     @staticmethod
@@ -212,11 +217,14 @@ class ModuleSpec:
                 int(fields.get("first_expert", 0)),
                 tuple(int(size) for size in fields.get("whole", ())),
                 tuple(int(rows) for rows in fields.get("joined", ())),
+                Rotation.from_json(fields["rotation"]) if "rotation" in fields else None,
             )
             if len(spec.shape) not in {2, 3} or spec.parts < 1 or spec.shape[-2] % spec.parts:
                 raise ValueError(f"{spec.parts} parts of shape {list(spec.shape)}")
             reject = layout.accepts(spec.format, spec.shape, spec.parts) or spec._against_joined()
             reject = reject or spec._against_sources()
+            if spec.rotation:
+                reject = reject or spec.rotation.why_not(spec.format, spec.shape[-1])
         except TilewrightError as error:
             raise LayoutError(f"{module}: {error.message}", hint=error.hint) from error
         except (KeyError, TypeError, ValueError) as error:
