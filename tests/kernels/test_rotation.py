@@ -33,10 +33,12 @@ def test_blocks_that_divide() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [None, 64, "hadamard", {}, {"kind": "hadamard"}, {"kind": "random", "block": 64}, {"kind": "hadamard", "block": 48},
-     {"kind": "hadamard", "block": 256}, {"kind": "hadamard", "block": 1}, {"kind": "hadamard", "block": True},
-     {"kind": "hadamard", "block": "64"}, {"kind": "hadamard", "block": 64.0}, {"kind": "hadamard", "block": 64, "x": 1}],
-)  # fmt: skip
+    [
+        *(None, 64, "hadamard", {}, {"kind": "hadamard"}, {"kind": "random", "block": 64}),
+        *({"kind": "hadamard", "block": block} for block in (48, 256, 1, True, "64", 64.0)),
+        {"kind": "hadamard", "block": 64, "x": 1},
+    ],
+)
 def test_unknown_rotations_are_refused(fields: object) -> None:
     with pytest.raises(ValueError, match="rotation"):
         Rotation.from_json(fields)
