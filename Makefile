@@ -36,9 +36,12 @@ test: check
 	$(PYTEST)
 test-fast: check
 	$(PYTEST) -m "not slow"
+docs: setup
+	$(PIP) --no-build-isolation -e ".[docs]" "$(TORCH)"
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 dist: setup
 	$(PIP) --no-build-isolation -e ".[release]" "$(TORCH)"
 	PATH="$(CURDIR)/$(BIN):$$PATH" release/build.sh
 clean:
 	rm -rf build dist .venv demo-out
-.PHONY: help setup demo check test test-fast dist clean
+.PHONY: help setup demo check test test-fast docs dist clean
