@@ -14,7 +14,8 @@ ROOT = Path(__file__).parent.parent
 def test_navigation_names_every_page_once() -> None:
     navigation = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     pages = re.findall(r"^ +- [^:\n]+: (\S+\.md)$", navigation, re.MULTILINE)
-    assert sorted(pages) == sorted(str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md"))
+    there = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
+    assert sorted(pages) == sorted(there), "add new pages to `nav` in mkdocs.yml"
 
 
 def test_reference_has_every_public_name() -> None:
