@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
-from tilewright.kernels.errors import CheckpointError
+from tilewright.kernels.packed.manifest import read_manifest
 from tilewright.kernels.packed.module_spec import Cut, ModuleSpec
 from tilewright.kernels.packed.safetensors_file import DTYPE_NAMES
 
@@ -23,7 +21,7 @@ from .families import family_of
 from .families.config import HIDDEN, LAYERS, announced_mtp, expert_count, is_tied, text_config
 from .families.layers import mtp_tensors
 from .families.roles import KEPT, Role
-from .records.manifest import read_manifest
+from .records.ledger import read_ledger
 
 Kind = Literal["plain", "quantized", "packed"]
 METHODS = {"fp8": "block-fp8", "w8a8_int8": "int8", "w4afp8": "w4afp8"}  # quant_method -> the scheme that it spells
@@ -143,14 +141,14 @@ def inspect(checkpoint: Checkpoint, path: str) -> Inspection:
     return Inspection(
         path=path,
         kind=kind,
-        scheme=_scheme(block, metadata, manifest),
+        scheme=_scheme(block, metadata, manifest.options if manifest else {}),
         model=_model(checkpoint, items),
         files=len(checkpoint.headers),
         parameters=parameters,
         nbytes=nbytes,
         bits=8 * nbytes / parameters if parameters else 0.0,
         cut=asdict(Cut.from_json(metadata["tilewright.cut"])) if "tilewright.cut" in metadata else {},
-        made_by=str(manifest.get("tilewright", "")),
+        made_by=manifest.tool if manifest else "",
         shares=_shares(items),
         items=items,
         notes=(*checkpoint.notes, *_notes(checkpoint), *_joined(modules)),
@@ -199,27 +197,14 @@ def _loose(checkpoint: Checkpoint, name: str, reasons: Mapping[str, str]) -> Ite
     return Item(name, role, encoding, "", math.prod(spec.shape), spec.nbytes, False, reason)
 
 
-def _read(path: Path) -> dict[str, Any]:
-    """A JSON object that Tilewright wrote, empty if it is not there."""
-    try:
-        value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{path}: cannot be read: {error}", hint="it was written by Tilewright; restore it"
-        ) from error
-    return value
-
-
 def _reasons(checkpoint: Checkpoint) -> dict[str, str]:
     """Output tensor -> why it was copied, as the ledger says."""
-    tensors = _read(checkpoint.root / "ledger.json").get("tensors", {})
-    return {name: fate["reason"] for fate in tensors.values() if fate["fate"] == "copied" for name in fate["outputs"]}
+    ledger = read_ledger(checkpoint.root)
+    entries = ledger.tensors.values() if ledger else ()
+    return {name: entry.reason for entry in entries if entry.fate == "copied" for name in entry.outputs}
 
 
-def _scheme(block: Mapping[str, Any], metadata: Mapping[str, str], manifest: Mapping[str, Any]) -> str:
-    options = manifest.get("options", {})
+def _scheme(block: Mapping[str, Any], metadata: Mapping[str, str], options: Mapping[str, Any]) -> str:
     method = str(block.get("quant_method", "none"))
     if "tilewright.scheme" in metadata:
         return metadata["tilewright.scheme"]
@@ -247,8 +232,8 @@ def _model(checkpoint: Checkpoint, items: tuple[Item, ...]) -> dict[str, Any]:
 
 def _notes(checkpoint: Checkpoint) -> Iterator[str]:
     announced = announced_mtp(checkpoint.config)
-    ledger = _read(checkpoint.root / "ledger.json")
-    yield from ledger.get("notes", [])
+    ledger = read_ledger(checkpoint.root)
+    yield from ledger.notes if ledger else ()
     if announced and not ledger and not mtp_tensors(checkpoint.files, checkpoint.config):
         yield f"config.json announces {announced} MTP layer{'s' * (announced > 1)}, the files hold none"
 

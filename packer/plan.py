@@ -69,11 +69,7 @@ class Step(Protocol):
 
 @dataclass(frozen=True)
 class Copy:
-    """The step of a tensor that keeps its bytes; the pipeline streams it from file to file without calling `run`."""
-
-    def run(self, sources: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Never called: streamed instead."""
-        raise AssertionError("copies are streamed")
+    """In place of a step: each source keeps its bytes, which are streamed from file to file."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +84,7 @@ class Task:
 
     sources: tuple[Source, ...]
     pieces: tuple[Piece, ...]
-    step: Step
+    step: Step | Copy
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """What `step` makes of the sources' tensors, by output name.
@@ -96,6 +92,8 @@ class Task:
         Raises:
             SchemeError: The numbers of a source cannot be converted; a NaN or an infinity is named by tensor and index.
         """
+        if isinstance(self.step, Copy):
+            return {piece.name: tensor for piece, tensor in zip(self.pieces, tensors, strict=True)}
         try:
             return self.step.run(tensors)
         except NotFiniteError as error:

@@ -13,7 +13,7 @@ from tilewright.kernels.packed.safetensors_file import DTYPE_NAMES
 from tilewright.kernels.tensors import TensorSpec
 
 from .checkpoint import detect_weights
-from .engine.gate import Job
+from .engine.job import Destination, Job
 from .estimate import compute_seconds
 from .pack.parallel import Degree, described, expert_parallel, tensor_parallel
 from .plan import Fate, Plan
@@ -55,7 +55,8 @@ class Summary:
         weights: Number of weights in the output, one per element of a matrix whatever it is stored in.
         bytes_before: Bytes of the source's tensors.
         bytes_after: Bytes of the output's.
-        job: What running it takes.
+        files: Number of its files with weights.
+        job: What running it takes, with all that is made at the same time.
         seconds: Estimated time of computing; None if it was not asked for.
         tensor_parallel: Degrees that the output allows.
         expert_parallel: The same for whole experts; empty for dense models.
@@ -65,6 +66,7 @@ class Summary:
     weights: int
     bytes_before: int
     bytes_after: int
+    files: int
     job: Job
     tensor_parallel: tuple[Degree, ...] = ()
     expert_parallel: tuple[Degree, ...] = ()
@@ -90,7 +92,7 @@ class Summary:
             "peak_memory": self.job.peak_memory,
             "disk_needed": self.job.disk_needed,
             "disk_free": self.job.disk_free,
-            "shards": len(self.job.shards),
+            "shards": self.files,
             "estimated_seconds": self.seconds,
             "tensor_parallel": {degree.size: degree.reason for degree in self.tensor_parallel},
             "expert_parallel": {degree.size: degree.reason for degree in self.expert_parallel},
@@ -121,7 +123,7 @@ class Summary:
             *lines,
             "",
             self.line(),
-            f"{len(job.shards)} file(s); {job.workers} worker(s), up to {_size(job.peak_memory)} of memory; "
+            f"{self.files} file(s); {job.workers} worker(s), up to {_size(job.peak_memory)} of memory; "
             f"{_size(job.disk_needed)} of disk needed, {_size(job.disk_free)} free",
             *([] if self.seconds is None else [f"about {self.seconds:.1f} s of computing, beside reading and writing"]),
             *described("tensor parallel", self.tensor_parallel),
@@ -129,9 +131,9 @@ class Summary:
         ])
 
 
-def summarize(job: Job, *, timed: bool = False) -> Summary:
+def summarize(job: Job, one: Destination, *, timed: bool = False) -> Summary:
     """Put a plan into figures, from headers alone; `timed` estimates how long it will take, by a short measurement."""
-    plan, checkpoint = job.plan, job.checkpoint
+    plan, checkpoint = one.plan, job.checkpoint
     specs = {name: checkpoint.spec(name) for name in plan.fates}
     plain = {name: spec for name, spec in plan.tensors.items() if name.rpartition(".")[0] not in plan.modules}
     inventory = detect_weights(plain, plan.config)
@@ -143,6 +145,7 @@ def summarize(job: Job, *, timed: bool = False) -> Summary:
         weights,
         sum(spec.nbytes for spec in specs.values()),
         sum(spec.nbytes for spec in plan.tensors.values()),
+        len(one.shards),
         job,
         tuple(tensor_parallel(inventory.weights, plan.config)),
         tuple(expert_parallel(plan.config)),

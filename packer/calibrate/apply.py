@@ -106,7 +106,7 @@ def _wanted(plan: Plan, method: Method) -> CalibrationTargets:
     return CalibrationTargets(targets, frozenset(inputs), copied, folds)
 
 
-def _step(task: Task, wanted: CalibrationTargets, store: Store) -> Step:
+def _step(task: Task, wanted: CalibrationTargets, store: Store) -> Step | Copy:
     if isinstance(task.step, QuantizeStep):
         fields: dict[str, Any] = {name: getattr(task.step, name) for name in QuantizeStep.__dataclass_fields__}
         return CalibratedStep(**fields, store=store)

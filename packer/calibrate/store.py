@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,9 +15,12 @@ from tilewright.kernels.packed.safetensors_file import MappedFile, read_header
 from tilewright.kernels.tensors import QTensor
 
 from ..families.layers import LAYER
+from ..records.atomic import atomic_write
+from ..records.journal import PARTIAL
 
 KEY = "calibration.json"
 NOTES = "notes.json"
+UNFINISHED = "unfinished"
 
 
 @dataclass
@@ -77,8 +79,8 @@ class Store:
 
     @staticmethod
     def beside(output: Path) -> Store:
-        """The store that belongs to a conversion into `output`: a hidden folder beside it."""
-        return Store(output.absolute().parent / f".{output.name}.calibration")
+        """The store that belongs to a conversion into `output`: a folder among what is unfinished there."""
+        return Store(output.absolute() / PARTIAL / "calibration")
 
     def begin(self, key: str) -> None:
         """Make the folder ready for the calibration `key`; what another one left is removed.
@@ -88,19 +90,17 @@ class Store:
         """
         path = self.folder / KEY
         if self.folder.exists():
-            if not path.exists() and any(self.folder.iterdir()):
+            if not path.exists() and any(other.name != UNFINISHED for other in self.folder.iterdir()):
                 raise PlanError(f"{self.folder}: needed for the calibration, but holds something else", hint="move it")
             if path.exists() and path.read_text(encoding="utf-8") == key:
                 return
-            shutil.rmtree(self.folder)
+            self.end()
         self.folder.mkdir(parents=True)
-        path.write_text(key, encoding="utf-8")
+        atomic_write(path, key.encode(), self.folder / UNFINISHED)
 
     def finish(self, notes: list[str]) -> None:
         """Say that every layer is there, and what was noticed."""
-        temporary = self.folder / "unfinished"
-        temporary.write_text(json.dumps(notes), encoding="utf-8")
-        temporary.replace(self.folder / NOTES)
+        atomic_write(self.folder / NOTES, json.dumps(notes).encode(), self.folder / UNFINISHED)
 
     def finished(self) -> list[str] | None:
         """The notes of a calibration that is complete, else None."""
@@ -108,8 +108,10 @@ class Store:
         return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
     def end(self) -> None:
-        """Remove the folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        """Remove the folder; what says whose it is goes last."""
+        for path in sorted(self.folder.iterdir(), key=lambda path: path.name == KEY) if self.folder.exists() else ():
+            path.unlink()
+        self.folder.rmdir()
 
     def end_if_empty(self) -> None:
         """Remove the folder unless it holds a solved layer, which a later run would go on from."""

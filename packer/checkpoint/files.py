@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,14 @@ from typing import Any
 import torch
 
 from tilewright.kernels.errors import CheckpointError, shown
-from tilewright.kernels.packed.safetensors_file import Entry, Header, MappedFile, read_header
+from tilewright.kernels.packed.records import read_object
+from tilewright.kernels.packed.safetensors_file import Entry, FileStamp, Header, MappedFile
 from tilewright.kernels.tensors import TensorSpec
 
 from ..plan import Source
+from .consumed import kept_files
 from .hub import download, is_hub_id
-from .shard_index import Shards, find_shards
+from .shard_index import Shards, find_shards, read_headers
 from .side_files import find_side_files
 
 
@@ -30,6 +31,7 @@ class Checkpoint:
         files: Tensor name -> shard file name, as the index says.
         side_files: Paths relative to `root` of everything that is neither weights nor their index.
         gone: Shard files that an earlier run with `--consume` has used up: only their headers are left.
+        stamps: What every file that is no shard was when it was found: config, index, side files.
         notes: What was noticed and is no reason to refuse: a tensor stored twice, files that are left out.
     """
 
@@ -39,6 +41,7 @@ class Checkpoint:
     files: dict[str, str]
     side_files: tuple[Path, ...]
     gone: frozenset[str] = frozenset()
+    stamps: dict[Path, FileStamp] = field(default_factory=dict, repr=False, compare=False)
     notes: tuple[str, ...] = ()
     _maps: dict[str, MappedFile] = field(default_factory=dict, repr=False, compare=False)
 
@@ -77,13 +80,12 @@ class Checkpoint:
         return self._maps[file]
 
 
-def open_checkpoint(source: str | Path, *, consumed: Path | None = None) -> Checkpoint:
+def open_checkpoint(source: str | Path, *, consumed: bool = False) -> Checkpoint:
     """Read everything about a checkpoint but its weights.
 
     Args:
         source: A directory, one .safetensors file, or a hub id `org/name[@revision]`, which is downloaded first.
-        consumed: Where headers of shards are kept that an earlier run has used up (`--consume`); see
-            `journal.kept_headers`.
+        consumed: Do without shards that an earlier run has used up (`--consume`): their headers were kept.
 
     Raises:
         CheckpointError: It cannot be used; one message lists all that is wrong with it.
@@ -94,8 +96,10 @@ def open_checkpoint(source: str | Path, *, consumed: Path | None = None) -> Chec
         raise CheckpointError(f"{shown(str(source))}: cannot be opened: {error.strerror}") from error
 
 
-def _open(source: str | Path, consumed: Path | None) -> Checkpoint:
+def _open(source: str | Path, consumed: bool) -> Checkpoint:
     path = Path(source)
+    if not path.exists() and path.name in kept_files(path.parent):
+        return _open_file(path, consumed)
     if not path.exists():
         if path.is_symlink():
             raise CheckpointError(f"{path}: a dangling link to {path.readlink()}")
@@ -106,40 +110,47 @@ def _open(source: str | Path, consumed: Path | None) -> Checkpoint:
             )
         path = download(source)
     if path.is_file():
-        return _open_file(path)
+        return _open_file(path, consumed)
     if not path.is_dir():
         raise CheckpointError(f"{path}: neither a directory nor a .safetensors file")
     return _open_directory(path, consumed)
 
 
-def _open_file(path: Path) -> Checkpoint:
+def _open_file(path: Path, consumed: bool) -> Checkpoint:
     if path.suffix != ".safetensors":
         raise CheckpointError(f"{path}: not a .safetensors file", hint="name the directory or a .safetensors file")
-    header = read_header(path)
     notes: tuple[str, ...] = ()
     config: dict[str, Any] = {}
+    stamps: dict[Path, FileStamp] = {}
+    problems: list[str] = []
+    headers = read_headers(path.parent, [path.name], consumed, problems)
+    if problems:
+        raise CheckpointError(problems[0])
+    header = headers[path.name]
+    gone = frozenset() if path.exists() else frozenset({path.name})
     if (path.parent / "config.json").exists():
-        config = _read_config(path.parent)
+        config = _read_config(path.parent, stamps)
     else:
         notes = (f"{path.name}: no config.json beside it, so nothing is known about the architecture",)
-    return Checkpoint(
-        path.parent, config, {path.name: header}, dict.fromkeys(header.entries, path.name), (), notes=notes
-    )
+    return Checkpoint(path.parent, config, headers, dict.fromkeys(header.entries, path.name), (), gone, stamps, notes)
 
 
-def _open_directory(root: Path, consumed: Path | None) -> Checkpoint:
+def _open_directory(root: Path, consumed: bool) -> Checkpoint:
     problems: list[str] = []
     config: dict[str, Any] = {}
+    stamps: dict[Path, FileStamp] = {}
     shards = Shards({}, {}, ())
     side: tuple[Path, ...] = ()
     side_notes: tuple[str, ...] = ()
     try:
-        config = _read_config(root)
+        config = _read_config(root, stamps)
     except CheckpointError as error:
         problems.append(str(error))
     try:
         shards = find_shards(root, consumed, problems)
-        side, side_notes = find_side_files(root, set(shards.headers))
+        side, side_notes = find_side_files(root, set(shards.headers), problems)
+        for path in (*([shards.index] if shards.index else []), *(root / path for path in side)):
+            stamps[path] = FileStamp.of(path.stat())
     except CheckpointError as error:
         problems.append(str(error))
     except OSError as error:
@@ -149,14 +160,15 @@ def _open_directory(root: Path, consumed: Path | None) -> Checkpoint:
     if problems:
         lines = "\n".join("  " + problem.replace("\n", "; ") for problem in problems)
         raise CheckpointError(f"{root}: {len(problems)} problems\n{lines}")
-    gone = frozenset(f for f, h in shards.headers.items() if consumed is not None and h.path.is_relative_to(consumed))
-    return Checkpoint(root, config, shards.headers, shards.files, side, gone, shards.notes + side_notes)
+    gone = frozenset(file for file, header in shards.headers.items() if consumed and not header.path.exists())
+    return Checkpoint(root, config, shards.headers, shards.files, side, gone, stamps, shards.notes + side_notes)
 
 
-def _read_config(root: Path) -> dict[str, Any]:
+def _read_config(root: Path, stamps: dict[Path, FileStamp]) -> dict[str, Any]:
     path = root / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
+        stamps[path] = FileStamp.of(path.stat())
+        return read_object(path, constants=True)
     except FileNotFoundError:
         hint = "SOURCE must be the directory that holds the model's config.json and its .safetensors files"
         if cuts := sorted(path.name for path in root.glob("rank-*-of-*")):
@@ -164,8 +176,3 @@ def _read_config(root: Path) -> dict[str, Any]:
         raise CheckpointError(f"{root}: no config.json", hint=hint) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path}: holds {type(config).__name__}, a JSON object is expected")
-    return config

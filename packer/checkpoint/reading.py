@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,6 +17,7 @@ from ..families import family_of
 from ..families.config import is_tied
 from ..families.layers import EMBEDDING, HEAD
 from ..plan import Source
+from ..records.ledger import read_ledger
 from ..records.manifest import solver_of
 from .contents import Contents, LogicalTensor
 from .encoding import ACTIVATION_SUFFIXES
@@ -60,11 +59,8 @@ def _forget(checkpoint: Checkpoint, weight: LogicalTensor) -> None:
 
 
 def _dropped(root: Path) -> dict[str, str]:
-    try:
-        ledger: dict[str, Any] = json.loads((root / "ledger.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    return {name: fate["reason"] for name, fate in ledger["tensors"].items() if fate["fate"] == "dropped"}
+    ledger = read_ledger(root)
+    return {name: entry.reason for name, entry in ledger.tensors.items() if entry.fate == "dropped"} if ledger else {}
 
 
 def _plain(checkpoint: Checkpoint, name: str) -> LogicalTensor:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import errno
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from tilewright.kernels.errors import CheckpointError, shown
+from tilewright.kernels.packed.records import read_object
 from tilewright.kernels.packed.safetensors_file import Header, read_header
+
+from .consumed import kept_files, read_kept
 
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX_NAME = "model" + INDEX_SUFFIX
 SHOWN = 8  # names in one message; the rest is counted
+UNFINISHED = (".aria2", ".part", ".incomplete", ".tmp", ".crdownload")  # what downloading tools leave beside a file
+HOLE = 4096  # bytes: a page of zeros at the end
 
 
 @dataclass(frozen=True)
@@ -23,11 +30,13 @@ class Shards:
         headers: Shard file name -> header.
         files: Tensor name -> shard file name.
         notes: What was noticed and is no reason to refuse.
+        index: The index file, or None without one.
     """
 
     headers: dict[str, Header]
     files: dict[str, str]
     notes: tuple[str, ...]
+    index: Path | None = None
 
 
 def listing(names: list[str]) -> str:
@@ -36,12 +45,12 @@ def listing(names: list[str]) -> str:
     return ", ".join(shown(name) for name in names[:SHOWN]) + more
 
 
-def find_shards(root: Path, consumed: Path | None, problems: list[str]) -> Shards:
+def find_shards(root: Path, consumed: bool, problems: list[str]) -> Shards:
     """Read the index and the headers of all shards in `root`.
 
     Args:
         root: The checkpoint's directory.
-        consumed: Where headers of shards lie that are gone because their content is safely written; or None.
+        consumed: Do without shards of which `--consume` has kept only the header.
         problems: Gets one line for each thing that is wrong; the result is only of use if there is none.
 
     Raises:
@@ -49,22 +58,22 @@ def find_shards(root: Path, consumed: Path | None, problems: list[str]) -> Shard
     """
     index = _find_index(root)
     present = sorted(path.name for path in root.glob("*.safetensors"))
-    if consumed is not None:
-        present = sorted({*present, *(path.name for path in consumed.glob("*.safetensors"))})
+    present = sorted({*present, *(name for name in kept_files(root) if "/" not in name)})
     if index is None:
         if not present:
             hint = "weights in other formats (.bin, .gguf) have to be converted to safetensors first"
             raise CheckpointError(f"{root}: no .safetensors file", hint=hint)
-        headers = _read_headers(root, present, consumed, problems)
-        return Shards(headers, _files_without_index(headers, problems), ())
+        headers = read_headers(root, present, consumed, problems)
+        return Shards(headers, _files_without_index(headers, problems), tuple(_download_notes(root, headers)))
     weight_map = read_index(index)
     names = sorted(set(weight_map.values()))
-    headers = _read_headers(root, names, consumed, problems)
+    headers = read_headers(root, names, consumed, problems)
     files, notes = _resolve(index.name, weight_map, headers, problems)
     ignored = [name for name in present if name not in headers and name not in names]
     if ignored:
         notes.append(f"not in {index.name} and so ignored: {listing(ignored)}")
-    return Shards(headers, files, tuple(notes))
+    notes += _download_notes(root, headers)
+    return Shards(headers, files, tuple(notes), index)
 
 
 def _find_index(root: Path) -> Path | None:
@@ -83,13 +92,7 @@ def read_index(path: Path) -> dict[str, str]:
     Raises:
         CheckpointError: It is not such a map, or leads out of its directory.
     """
-    try:
-        index = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not valid JSON: {shown(str(error))}") from error
-    weight_map: Any = index.get("weight_map") if isinstance(index, dict) else None
+    weight_map: Any = read_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: no `weight_map` from tensor names to files")
     bad = sorted({str(file) for file in weight_map.values() if not _stays_inside(file)})
@@ -108,24 +111,60 @@ def _stays_inside(file: Any) -> bool:
     return path.suffix == ".safetensors" and not path.is_absolute() and ".." not in path.parts
 
 
-def _read_headers(root: Path, names: list[str], consumed: Path | None, problems: list[str]) -> dict[str, Header]:
+def read_headers(root: Path, names: list[str], consumed: bool, problems: list[str]) -> dict[str, Header]:
+    """Headers of the shards `names`, by name; those that `--consume` has kept stand for shards that are gone."""
     headers: dict[str, Header] = {}
-    missing = []
+    missing: list[str] = []
+    used: list[str] = []
+    kept = set(kept_files(root))
     for name in names:
         path = root / name
-        if not path.exists() and consumed is not None and (consumed / name).exists():
-            path = consumed / name
-        if not path.exists():
-            missing.append(f"{name} (a dangling link)" if path.is_symlink() else name)
+        if not path.exists() and (name not in kept or not consumed):
+            (used if name in kept else missing).append(f"{name} (a dangling link)" if path.is_symlink() else name)
             continue
         try:
-            headers[name] = read_header(path)
+            headers[name] = read_header(path) if path.exists() else read_kept(root, name)
         except CheckpointError as error:
             problems.append(str(error))
+    if used:
+        reason = f"{len(used)} of {len(names)} shards were deleted by a run with --consume: {listing(used)}"
+        problems.append(f"{reason}; only the same command with --resume can go on")
     if missing:
         every = ", ".join(shown(name) for name in missing)
         problems.append(f"{len(missing)} of {len(names)} shards are missing: {every}; fetch them")
     return headers
+
+
+def _download_notes(root: Path, headers: dict[str, Header]) -> Iterator[str]:
+    """What looks as if shards were still on their way, or lies elsewhere."""
+    partial = [f"{name}{end}" for name in headers for end in UNFINISHED if (root / f"{name}{end}").exists()]
+    if partial:
+        yield f"beside the shards lie {listing(partial)}: a download that may not be finished"
+    empty = [name for name, header in headers.items() if header.path.exists() and _ends_in_a_hole(header)]
+    if empty:
+        yield f"nothing was ever written at the end of {listing(empty)}: a download that may not be finished"
+    elsewhere = [name for name, header in headers.items() if leads_out(root, header.path)]
+    if elsewhere:
+        yield f"links to files outside of the source, followed: {listing(elsewhere)}"
+
+
+def _ends_in_a_hole(header: Header) -> bool:
+    """Whether the file system holds nothing for the last bytes: room was made for them, and they read as zeros."""
+    if header.size - header.data_start < HOLE:
+        return False
+    with header.path.open("rb") as file:
+        try:
+            return os.lseek(file.fileno(), header.size - HOLE, os.SEEK_DATA) >= header.size
+        except OSError as error:
+            return error.errno == errno.ENXIO  # no data up to the end
+
+
+def leads_out(root: Path, path: Path) -> bool:
+    """Whether a file is a link that leads out of its directory, and not into the blobs of a hub's cache."""
+    if not path.is_symlink():
+        return False
+    target = path.resolve()
+    return not target.is_relative_to(root.resolve()) and target.parent != (root.parent.parent / "blobs").resolve()
 
 
 def _files_without_index(headers: dict[str, Header], problems: list[str]) -> dict[str, str]:

@@ -5,26 +5,31 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from tilewright.kernels.errors import shown
 from tilewright.kernels.packed.manifest import MANIFEST_FILE
 
-from .shard_index import listing
+from .consumed import CONSUMED
+from .shard_index import leads_out, listing
 
 # Weights in any format, of any engine: converted or left out, never copied.
 WEIGHT_SUFFIXES = frozenset((
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".ggml"),
     *(".h5", ".msgpack", ".onnx", ".onnx_data", ".ot", ".tflite", ".npz"),
 ))
-# Files that every output writes anew, and the bookkeeping of tools that fetch models.
+# Files that every output writes anew.
 OWN_FILES = frozenset(("config.json", MANIFEST_FILE, "ledger.json"))
-BOOKKEEPING = frozenset((".git", ".cache"))
 
 
-def find_side_files(root: Path, shards: set[str]) -> tuple[tuple[Path, ...], tuple[str, ...]]:
+def find_side_files(root: Path, shards: set[str], problems: list[str]) -> tuple[tuple[Path, ...], tuple[str, ...]]:
     """Every file below `root` that is neither weights nor their index, and notes on what is left out.
+
+    Hidden files may hold secrets, and links may lead anywhere: neither are copied. (Files of a hub's cache are links to
+    its blobs, and are copied.)
 
     Args:
         root: The checkpoint's directory.
         shards: Shard file names, which need no note.
+        problems: Gets one line for each name that no manifest could hold.
 
     Returns:
         Paths relative to `root`, sorted; notes.
@@ -42,18 +47,34 @@ def find_side_files(root: Path, shards: set[str]) -> tuple[tuple[Path, ...], tup
         here = Path(folder)
         for name in list(subfolders):
             path = here / name
-            if path.is_symlink() or (here == root and (name in BOOKKEEPING or name.startswith(".tilewright-"))):
+            if path.is_symlink() or name.startswith("."):
                 subfolders.remove(name)
-                left.append(f"{path.relative_to(root)}/")
+                left += [] if here == root and name == CONSUMED else [f"{path.relative_to(root)}/"]
         for name in names:
             path = (here / name).relative_to(root)
             if str(path) in shards or (here == root and name in OWN_FILES):
                 continue
-            if path.suffix in WEIGHT_SUFFIXES or name.endswith(".index.json") or not (root / path).is_file():
+            if path.suffix in WEIGHT_SUFFIXES or name.endswith(".index.json") or not _may_be_copied(root, root / path):
                 left.append(str(path))
+            elif not _is_text(str(path)):
+                problems.append(f"{shown(str(path))}: the name is no UTF-8 text; rename it")
             else:
                 kept.append(path)
     indexes = [name for name in left if name.endswith(".safetensors.index.json") and "/" not in name]
-    left = sorted(name for name in left if name not in indexes)
-    notes = (f"not copied: {listing(left)}",) if left else ()
-    return tuple(sorted(kept)), notes
+    hidden = sorted(name for name in left if Path(name).name.startswith("."))
+    left = sorted(set(left) - set(indexes) - set(hidden))
+    notes = [f"not copied: {listing(left)}"] if left else []
+    notes += [f"hidden, and so not copied: {listing(hidden)}"] if hidden else []
+    return tuple(sorted(kept)), tuple(notes)
+
+
+def _may_be_copied(root: Path, path: Path) -> bool:
+    return path.is_file() and not path.name.startswith(".") and not leads_out(root, path)
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
 from ..checkpoint.files import Checkpoint
@@ -34,11 +35,13 @@ def task_memory(task: Task, checkpoint: Checkpoint) -> int:
     return 4 * weights + STRIP_MEMORY + sum(piece.spec.nbytes for piece in task.pieces)
 
 
-def memory_plan(plan: Plan, checkpoint: Checkpoint, jobs: int | None, memory: int | None) -> tuple[int, int, int]:
+def memory_plan(
+    plans: Sequence[Plan], checkpoint: Checkpoint, jobs: int | None, memory: int | None
+) -> tuple[int, int, int]:
     """How many tasks run at once and what they may need.
 
     Args:
-        plan: The tasks.
+        plans: The tasks.
         checkpoint: Their sources.
         jobs: Tasks at once that are wished for; None: one for each CPU that this process may use.
         memory: Bytes that the process may allocate; None: four fifths of what is available.
@@ -48,10 +51,10 @@ def memory_plan(plan: Plan, checkpoint: Checkpoint, jobs: int | None, memory: in
         it can run alone; bytes that the process will need at most by estimate, what comes before the tasks included.
     """
     memory = available_memory() * 4 // 5 if memory is None else memory
-    sizes = sorted((task_memory(task, checkpoint) for task in plan.tasks), reverse=True)
+    sizes = sorted((task_memory(task, checkpoint) for plan in plans for task in plan.tasks), reverse=True)
     workers = max(1, min(jobs or len(os.sched_getaffinity(0)), len(sizes)))
     budget = max(memory - BASE_MEMORY, *sizes[:1], 0)
-    return workers, budget, BASE_MEMORY + max(min(budget, sum(sizes[:workers])), plan.memory)
+    return workers, budget, BASE_MEMORY + max(min(budget, sum(sizes[:workers])), *(plan.memory for plan in plans))
 
 
 def available_memory() -> int:
@@ -71,8 +74,8 @@ def disk_free(output: Path) -> int:
     return shutil.disk_usage(place).free
 
 
-def disk_needed(shards: tuple[ShardPlan, ...], checkpoint: Checkpoint, output: Path, consume: bool) -> int:
-    """Bytes that a run still occupies at its peak, beside what an earlier one left in `output` and it will reuse.
+def disk_needed(shards: Sequence[ShardPlan], checkpoint: Checkpoint, output: Path, consume: bool) -> int:
+    """Bytes that writing `shards`, in this order, occupies at its peak, beside what lies in `output` and is reused.
 
     With `consume`, deleted source shards make room; the count allows for two output shards being written at a time.
     """
@@ -83,7 +86,7 @@ def disk_needed(shards: tuple[ShardPlan, ...], checkpoint: Checkpoint, output: P
         for file in source_files(shard, checkpoint):
             waiting[file] -= 1
             path = checkpoint.headers[file].path
-            if waiting[file] == 0 and consume and _same_device(path, output):
+            if waiting[file] == 0 and consume and file not in checkpoint.gone and _same_device(path, output):
                 done += path.stat().st_blocks * 512
         freed.append(freed[-1] + done)
     peak = used = 0

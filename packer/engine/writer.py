@@ -6,8 +6,7 @@ import errno
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -27,13 +26,16 @@ class FileWriter:
         path: Where it is written.
         size: Its size in bytes.
         advance: Hears how many bytes were written.
+        mode: Permissions, as far as the umask lets them through.
     """
 
-    def __init__(self, path: Path, size: int, advance: Callable[[int], None] = lambda count: None) -> None:
+    def __init__(
+        self, path: Path, size: int, advance: Callable[[int], None] = lambda count: None, mode: int = 0o644
+    ) -> None:
         self.path = path
         self.size = size
         self._advance = advance
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, mode)
         self._lock = threading.Lock()  # of the two fields below
         self._end = 0  # everything before it is written
         self._islands: dict[int, int] = {}  # start -> end of what is written beyond
@@ -127,42 +129,3 @@ class FileWriter:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory safe on disk: new, renamed and removed ones."""
-    with opened(path) as fd:
-        os.fsync(fd)
-
-
-@contextmanager
-def opened(path: Path) -> Iterator[int]:
-    """The file descriptor of `path`, open for reading."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def write_file(path: Path, content: bytes, temporary: Path) -> str:
-    """Put `content` under the name `path`, whole or not at all; `temporary` is on the same file system.
-
-    Returns:
-        sha256 of the content, in hexadecimal.
-    """
-    writer = FileWriter(temporary, len(content))
-    try:
-        writer.write(0, content)
-        digest = writer.finish()
-    finally:
-        writer.close()
-    publish(temporary, path)
-    return digest
-
-
-def publish(temporary: Path, path: Path) -> None:
-    """Give a finished file its final name."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary.replace(path)
-    sync_directory(path.parent)

@@ -13,7 +13,7 @@ from ..calibrate.method import CalibrationTargets, Kind, Method
 from ..calibrate.store import Store
 from ..checkpoint.files import Checkpoint
 from ..engine.failures import one_clear_message
-from ..engine.gate import Job
+from ..engine.job import Job
 from ..plan import Plan
 from ..progress import Progress
 from ..quantize.options import QuantizeOptions
@@ -99,25 +99,19 @@ class Calibration:
         self._wanted: CalibrationTargets = wanted
         return plan if plan.rejects else replace(plan, memory=calibration_memory(checkpoint, self.method, wanted))
 
-    def run(self, job: Job, progress: Progress) -> Job:
-        """Calibrate; the plan of the job returned has what was noticed among its notes.
+    def run(self, job: Job, progress: Progress) -> list[str]:
+        """Calibrate, while the output of the job is locked; gives what was noticed.
 
         Raises:
             TilewrightError: The text or the model cannot be used; what was begun for it is removed.
         """
-        if job.finished:
-            return job
         calibrate = needing_transformers("calibrate.run", "--calibrate").calibrate_checkpoint
         try:
-            with one_clear_message(job.output):
-                notes = calibrate(
+            with one_clear_message(job.root):
+                notes: list[str] = calibrate(
                     job.checkpoint, self.text, self.method, self._wanted, self._store, job.plan_hash, progress
                 )
+                return notes
         except TilewrightError:
             self._store.end_if_empty()
             raise
-        return replace(job, plan=replace(job.plan, notes=job.plan.notes + tuple(notes)))
-
-    def end(self) -> None:
-        """Remove what the calibration has left beside the output."""
-        self._store.end()

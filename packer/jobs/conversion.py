@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.files import Checkpoint, open_checkpoint
-from ..engine.gate import Job, RunOptions, prepare
+from ..engine.job import Job, RunOptions
 from ..engine.pipeline import run_job
+from ..engine.preflight import prepare
 from ..plan import Plan
 from ..progress import Progress, progress_on
 from ..quantize.requantized import Loss
-from ..records.journal import kept_headers
 from ..summary import Summary, summarize
 
 log = logging.getLogger("tilewright")
@@ -93,9 +93,9 @@ class Run:
         """With the defaults filled in: a tqdm bar on a terminal or in a notebook, lines elsewhere."""
         return Run(options or RunOptions(), progress or progress_on())
 
-    def open(self, source: str | Path, output: Path) -> Checkpoint:
+    def open(self, source: str | Path) -> Checkpoint:
         """Read the headers of the source; with --resume, also of shards that an earlier run has used up."""
-        return open_checkpoint(source, consumed=kept_headers(output) if self.options.resume else None)
+        return open_checkpoint(source, consumed=self.options.resume)
 
     def tell(self, notes: Iterable[str]) -> None:
         """Log each note once, and keep it for the result."""
@@ -104,27 +104,26 @@ class Run:
                 self.notes[note] = None
                 log.warning("%s", note)
 
-    def check(self, plans: Mapping[Path, Plan], checkpoint: Checkpoint) -> list[Job]:
-        """Check every plan before the first is carried out.
+    def check(self, plans: Mapping[Path, Plan], checkpoint: Checkpoint) -> Job:
+        """Check all plans together.
 
         Raises:
             PlanError: One of them is refused; nothing was written.
         """
         self.tell((*checkpoint.notes, *(note for plan in plans.values() for note in plan.notes)))
-        jobs = [prepare(plan, checkpoint, output, self.options) for output, plan in plans.items()]
-        needed, allowed = max(job.peak_memory for job in jobs), self.options.memory
+        job = prepare(plans, checkpoint, self.options)
+        needed, allowed = job.peak_memory, self.options.memory
         if allowed and needed > allowed:
             self.tell([f"about {needed >> 20} MiB of memory are needed at least, --memory allows {allowed >> 20} MiB"])
-        return jobs
+        return job
 
-    def execute(self, jobs: Iterable[Job]) -> None:
-        """Carry them out."""
-        for job in jobs:
-            run_job(job, self.progress)
+    def execute(self, job: Job, before: Callable[[], Sequence[str]] = tuple) -> None:
+        """Carry it out; `before` is what has to happen before the first task, and gives notes."""
+        self.tell(run_job(job, self.progress, before).notes)
 
-    def result(
-        self, jobs: list[Job], *, dry_run: bool, timed: bool = False, loss: Loss | None = None
-    ) -> ConversionResult:
+    def result(self, job: Job, *, dry_run: bool, timed: bool = False, loss: Loss | None = None) -> ConversionResult:
         """What there is to say about it; `timed` estimates how long a plan will take, by a short measurement."""
-        outputs = tuple(ConversionOutput(job.output, summarize(job, timed=timed)) for job in jobs)
+        if dry_run and job.shortage:
+            self.tell([str(job.shortage)])
+        outputs = tuple(ConversionOutput(one.directory, summarize(job, one, timed=timed)) for one in job.destinations)
         return ConversionResult(outputs, dry_run, tuple(self.notes), time.monotonic() - self.began, loss)

@@ -10,7 +10,7 @@ from tilewright.kernels.errors import OptionError, check_choice, check_least
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.packed.module_spec import rank_directory
 
-from ..engine.gate import RunOptions
+from ..engine.job import RunOptions
 from ..pack.planner import plan_pack, plan_ranks
 from ..pack.target import CpuTarget, GpuTarget, PackTarget
 from ..pack.unpack import plan_unpack
@@ -80,17 +80,17 @@ def pack(
     """
     output, options = Path(output), options or PackOptions()
     ongoing = Run.of(run, progress)
-    checkpoint = ongoing.open(source, output)
+    checkpoint = ongoing.open(source)
     target, ranks = options.resolved(), max(options.tp, options.ep)
     if ranks == 1:
         plans = {output: plan_pack(checkpoint, target)}
     else:
         ranked = plan_ranks(checkpoint, target, options.tp, options.ep)
         plans = {output / rank_directory(rank, ranks): plan for rank, plan in enumerate(ranked)}
-    jobs = ongoing.check(plans, checkpoint)
+    job = ongoing.check(plans, checkpoint)
     if not dry_run:
-        ongoing.execute(jobs)
-    return ongoing.result(jobs, dry_run=dry_run)
+        ongoing.execute(job)
+    return ongoing.result(job, dry_run=dry_run)
 
 
 def unpack(
@@ -115,8 +115,8 @@ def unpack(
     """
     output = Path(output)
     ongoing = Run.of(run, progress)
-    checkpoint = ongoing.open(source, output)
-    jobs = ongoing.check({output: plan_unpack(checkpoint)}, checkpoint)
+    checkpoint = ongoing.open(source)
+    job = ongoing.check({output: plan_unpack(checkpoint)}, checkpoint)
     if not dry_run:
-        ongoing.execute(jobs)
-    return ongoing.result(jobs, dry_run=dry_run)
+        ongoing.execute(job)
+    return ongoing.result(job, dry_run=dry_run)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -9,7 +10,7 @@ import torch
 from tilewright.kernels.errors import TilewrightError, check_choice
 
 from ..checkpoint.files import open_checkpoint
-from ..engine.gate import RunOptions
+from ..engine.job import RunOptions
 from ..progress import Progress
 from ..quantize.options import QuantizeOptions
 from ..quantize.planner import plan_quantize
@@ -52,22 +53,18 @@ def quantize(
     options = QuantizeOptions(options) if isinstance(options, str) else options
     options, calibrate = split_solver(options, calibration)
     ongoing = Run.of(run, progress)
-    checkpoint = ongoing.open(source, output)
+    checkpoint = ongoing.open(source)
     plan = plan_quantize(checkpoint, options, _available(device))
     if calibrate:
         plan = calibrate.plan(plan, checkpoint, output)
-    jobs = ongoing.check({output: plan}, checkpoint)
+    job = ongoing.check({output: plan}, checkpoint)
     if dry_run:
-        return ongoing.result(jobs, dry_run=True, timed=True)
-    if calibrate:
-        jobs = [calibrate.run(job, ongoing.progress) for job in jobs]
-        ongoing.tell(jobs[0].plan.notes)
-    ongoing.execute(jobs)
-    if calibrate:
-        calibrate.end()
-    loss = None if ongoing.options.consume else measure(checkpoint, open_checkpoint(output))
+        return ongoing.result(job, dry_run=True, timed=True)
+    ongoing.execute(job, partial(calibrate.run, job, ongoing.progress) if calibrate else tuple)
+    consumed = ongoing.options.consume or checkpoint.gone
+    loss = None if consumed else measure(checkpoint, open_checkpoint(output))
     ongoing.tell([str(loss)] if loss else [])
-    return ongoing.result(jobs, dry_run=False, loss=loss)
+    return ongoing.result(job, dry_run=False, loss=loss)
 
 
 def _available(device: str) -> str:

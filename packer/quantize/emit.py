@@ -95,7 +95,7 @@ class Emitter:
         names: Sequence[str],
         sources: tuple[Source, ...],
         outputs: dict[str, TensorSpec],
-        step: Step,
+        step: Step | Copy,
         kind: FateKind,
         reason: str,
     ) -> None:

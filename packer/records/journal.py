@@ -1,156 +1,176 @@
 """What a run writes down so that a later one can go on where it stopped.
 
 The journal lies in `<output>/.tilewright-partial/` beside the unfinished files. Its first line says what the run is:
-the hash of the plan, and size, header and time of the last change of every source shard. Each further line is a
-finished shard. A line counts once it is complete, and it is written after the shard is safe on disk; so after a crash
-at any moment the journal is true, and what it does not name is made again.
+the hash of each plan, and size, header and time of the last change of every source shard. Each further line is a
+finished shard, or a source shard that is about to be deleted (`--consume`). A line counts once it is complete, and it
+is written after the shard is safe on disk; so after a crash at any moment the journal is true, and what it does not
+name is made again.
 """
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import tilewright
 from tilewright.kernels.errors import PlanError
-from tilewright.kernels.packed.safetensors_file import DTYPE_NAMES
+from tilewright.kernels.packed.manifest import FileRecord
+from tilewright.kernels.packed.records import (
+    RecordError,
+    as_array,
+    as_integer,
+    as_object,
+    as_text,
+    check_schema,
+    parse_json,
+)
+from tilewright.kernels.packed.records import field as field_of
 
-from ..checkpoint.files import Checkpoint
-from ..plan import Plan
+from .atomic import sync_directory
 
 PARTIAL = ".tilewright-partial"
+JOURNAL = "journal"
+SCHEMA = 2  # 1 is that of release 0.1, whose plans had other hashes: it cannot be gone on with
+
+Identity = tuple[int, str, int]  # of a source shard: size, sha256 of its header, time of the last change in ns
 
 
-@dataclass(frozen=True)
-class FileRecord:
-    """A finished file: size in bytes and sha256 in hexadecimal."""
+@dataclass
+class JournalState:
+    """What a journal says.
 
-    size: int
-    sha256: str
-
-
-def kept_headers(output: Path) -> Path:
-    """Where a run with `--consume` keeps the headers of source shards.
-
-    Each is a file as long as its shard that holds the header and otherwise occupies no disk.
+    Attributes:
+        plans: Output directory, relative to the journal's, -> hash of its plan.
+        source: Source shard -> its identity.
+        finished: Finished file, relative to the output directory of the run, -> size and sha256.
+        consumed: Source shards that were deleted, or were about to be.
     """
-    return output / PARTIAL / "source"
+
+    plans: dict[str, str]
+    source: dict[str, Identity]
+    finished: dict[str, FileRecord] = field(default_factory=dict)
+    consumed: set[str] = field(default_factory=set)
+
+    def first_line(self) -> dict[str, Any]:
+        """What the journal begins with."""
+        source = {name: list(identity) for name, identity in self.source.items()}
+        return {"schema": SCHEMA, "tilewright": tilewright.__version__, "plans": self.plans, "source": source}
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Take in a further line.
+
+        Raises:
+            RecordError: It is none.
+        """
+        if "consumed" in line:
+            self.consumed.add(as_text(line["consumed"], "`consumed`"))
+        else:
+            self.finished[as_text(field_of(line, "file"), "`file`")] = FileRecord.from_json(line, "a finished file")
+
+    @staticmethod
+    def from_json(line: dict[str, Any]) -> JournalState:
+        """Read a first line.
+
+        Raises:
+            RecordError: It is none, or of another release.
+        """
+        plans = as_object(field_of(line, "plans"), "`plans`")
+        source = as_object(field_of(line, "source"), "`source`")
+        return JournalState(
+            {name: as_text(plan, "a plan") for name, plan in plans.items()},
+            {name: _identity(value) for name, value in source.items()},
+        )
 
 
-def plan_hash(plan: Plan, checkpoint: Checkpoint, max_shard_size: int) -> str:
-    """sha256 over everything that decides the output's bytes but the weights themselves; no path, no time."""
-    digest = hashlib.sha256()
-
-    def add(value: Any) -> None:
-        digest.update(json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
-
-    add([tilewright.__version__, max_shard_size, plan.options, plan.config, plan.modules, plan.metadata])
-    add({name: hashlib.sha256(content).hexdigest() for name, content in plan.extra_files.items()})
-    add({file: [header.size, header.digest] for file, header in checkpoint.headers.items()})
-    for name, spec in plan.tensors.items():
-        add([name, DTYPE_NAMES[spec.dtype], spec.shape])
-    for task in plan.tasks:
-        sources = [[source.name, source.index] for source in task.sources]
-        pieces = [[p.name, DTYPE_NAMES[p.spec.dtype], p.spec.shape, p.offset] for p in task.pieces]
-        add([sources, pieces, type(task.step).__name__])
-    for name, fate in sorted(plan.fates.items()):
-        add([name, fate.kind, fate.reason, fate.outputs])
-    return digest.hexdigest()
+def _identity(value: Any) -> Identity:
+    fields = as_array(value, "a source shard")
+    if len(fields) != 3:
+        raise RecordError(f"a source shard has {len(fields)} fields, 3 are expected")
+    return as_integer(fields[0], "a size"), as_text(fields[1], "a header"), as_integer(fields[2], "a time", -(2**63))
 
 
-def source_identity(checkpoint: Checkpoint) -> dict[str, list[Any]]:
-    """Size, header and time of the last change (in nanoseconds) of each source shard.
+def read_journal(output: Path) -> JournalState | None:
+    """What the journal in `output` says, None if there is none or if it never began; a torn last line does not count.
 
-    Reading all weights again would cost as much as starting afresh; a tool that rewrites a shard and sets its time
-    back is beyond this check.
+    Raises:
+        PlanError: It is damaged, or of another release.
     """
-    return {
-        file: [header.size, header.digest, header.path.stat().st_mtime_ns]
-        for file, header in sorted(checkpoint.headers.items())
-    }
-
-
-def finished_files(output: Path) -> dict[str, FileRecord]:
-    """The finished shards that the journal in `output` names; none if there is no journal."""
+    path = output / PARTIAL / JOURNAL
     try:
-        content = (output / PARTIAL / "journal").read_bytes()
-    except FileNotFoundError:
-        return {}
-    return _parse(output, content)[1]
-
-
-def _parse(output: Path, content: bytes) -> tuple[dict[str, Any], dict[str, FileRecord]]:
-    """What the run is, empty if the journal never began, and its finished shards; a torn last line does not count."""
+        content = path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    state: JournalState | None = None
     try:
-        lines = [json.loads(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
-        if not lines:
-            return {}, {}
-        if not isinstance(lines[0]["plan"], str) or not isinstance(lines[0]["source"], dict):
-            raise TypeError("no plan")
-        return lines[0], {line["file"]: FileRecord(line["size"], line["sha256"]) for line in lines[1:]}
-    except (ValueError, KeyError, TypeError) as error:
-        hint = "start anew with --overwrite"
-        raise PlanError(f"{output / PARTIAL}: the journal is damaged: {error!r}", hint=hint) from error
+        for number, line in enumerate(content[: content.rfind(b"\n") + 1].splitlines()):
+            record = as_object(parse_json(line), "a line")
+            if state is not None:
+                state.add(record)
+                continue
+            if number == 0 and check_schema(record, SCHEMA) < SCHEMA and isinstance(record.get("plan"), str):
+                raise PlanError(
+                    f"{output}: holds the unfinished output of release 0.1, which this one cannot go on with",
+                    hint="finish it with that release (pip install 'tilewright<0.2'), or start anew with --overwrite",
+                )
+            state = JournalState.from_json(record)
+    except RecordError as error:
+        raise PlanError(f"{path}: the journal is damaged: {error}", hint="start anew with --overwrite") from error
+    return state
 
 
 class Journal:
-    """The journal of one output directory, open and locked against a second run."""
+    """The journal of a run, open for new lines. The caller holds the lock of the output."""
 
-    def __init__(self, output: Path, plan: str, source: dict[str, list[Any]], *, resume: bool) -> None:
+    def __init__(self, output: Path, state: JournalState) -> None:
         self.folder = output / PARTIAL
-        self.finished: dict[str, FileRecord] = {}
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._fd = os.open(self.folder / "journal", os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        try:
-            self._lock(output)
-            before, finished = self._read(output) if resume else ({}, {})
-            if before:
-                self._check(output, before, plan, source)
-                self.finished = finished
-            else:
-                os.ftruncate(self._fd, 0)
-                self._append({"plan": plan, "source": source})
-        except BaseException:
-            self.close()
-            raise
+        self.state = state
+        self._fd = -1
 
-    def _lock(self, output: Path) -> None:
-        try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            hint = "wait for it, or stop it"
-            raise PlanError(f"{output}: another run is writing there", hint=hint) from error
+    @staticmethod
+    def begin(output: Path, plans: Mapping[str, str], source: Mapping[str, Identity]) -> Journal:
+        """A new journal in place of whatever was there."""
+        journal = Journal(output, JournalState(dict(plans), dict(source)))
+        journal._open(os.O_TRUNC)
+        journal._append(journal.state.first_line())
+        sync_directory(journal.folder)
+        return journal
 
-    def _read(self, output: Path) -> tuple[dict[str, Any], dict[str, FileRecord]]:
-        content = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
-        before = _parse(output, content)
-        os.ftruncate(self._fd, content.rfind(b"\n") + 1)
-        return before
+    @staticmethod
+    def go_on(output: Path, state: JournalState) -> Journal:
+        """The journal that says `state`, without the line that a crash may have torn."""
+        journal = Journal(output, state)
+        journal._open(0)
+        content = os.pread(journal._fd, os.fstat(journal._fd).st_size, 0)
+        os.ftruncate(journal._fd, content.rfind(b"\n") + 1)
+        return journal
 
-    def _check(self, output: Path, run: dict[str, Any], plan: str, source: dict[str, list[Any]]) -> None:
-        hint = "restore what was there, or start anew with --overwrite"
-        before = run["source"]
-        changed = sorted(file for file in before.keys() | source.keys() if before.get(file) != source.get(file))
-        if changed:
-            raise PlanError(f"{output}: the source changed since the run that --resume would go on with: "
-                            f"{', '.join(changed)}", hint=hint)  # fmt: skip
-        if run["plan"] != plan:
-            raise PlanError(f"{output}: the options are not those of the run that --resume would go on with", hint=hint)
+    def _open(self, flags: int) -> None:
+        flags |= os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._fd = os.open(self.folder / JOURNAL, flags, 0o644)
 
     def _append(self, line: dict[str, Any]) -> None:
-        os.write(self._fd, json.dumps(line).encode() + b"\n")
+        view = memoryview(json.dumps(line).encode() + b"\n")
+        while view:
+            view = view[os.write(self._fd, view) :]
         os.fsync(self._fd)
 
     def record(self, file: str, record: FileRecord) -> None:
         """Write down that `file` lies complete and safe in the journal's folder."""
         self._append({"file": file, "size": record.size, "sha256": record.sha256})
-        self.finished[file] = record
+        self.state.finished[file] = record
+
+    def consume(self, file: str) -> None:
+        """Write down that the source shard `file` is about to be deleted."""
+        if file not in self.state.consumed:
+            self._append({"consumed": file})
+            self.state.consumed.add(file)
 
     def close(self) -> None:
-        """Release the lock."""
-        os.close(self._fd)
+        """Close the file."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

@@ -2,38 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from tilewright.kernels.errors import CheckpointError
-from tilewright.kernels.packed.manifest import MANIFEST_FILE, difference
+from tilewright.kernels.errors import shown
+from tilewright.kernels.packed.manifest import difference, read_manifest
 
 from ..progress import Progress, Silent
 
 
-def read_manifest(root: Path) -> dict[str, Any]:
-    """The manifest of a directory, empty for one that Tilewright did not write.
+def solver_of(root: Path) -> str | None:
+    """Id of the solver that chose the numbers of a directory, through packing too; None where nobody says.
 
     Raises:
-        CheckpointError: It is there and cannot be read.
+        CheckpointError: The manifest cannot be read.
     """
-    path = root / MANIFEST_FILE
-    try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        hint = "it was written by Tilewright; restore it, or remove it if the directory is of another tool"
-        raise CheckpointError(f"{path}: cannot be read: {error}", hint=hint) from error
-    return manifest if isinstance(manifest, dict) and "tilewright" in manifest else {}
-
-
-def solver_of(root: Path) -> str | None:
-    """Id of the solver that chose the numbers of a directory, through packing too; None where nobody says."""
-    solver = read_manifest(root).get("options", {}).get("solver")
+    manifest = read_manifest(root)
+    solver = manifest.options.get("solver") if manifest else None
     return str(solver) if solver else None
 
 
@@ -65,24 +51,23 @@ def check_files(root: Path, shards: Collection[str], progress: Progress | None =
         CheckpointError: The manifest cannot be read.
     """
     manifest = read_manifest(root)
-    if not manifest:
+    if manifest is None:
         return None
-    try:
-        stated = {str(name): (int(one["size"]), str(one["sha256"])) for name, one in manifest["files"].items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
-            f"{root / MANIFEST_FILE}: does not say size and SHA-256 of each file: {error!r}",
-            hint="restore it from where the directory came, or leave the checksums out",
-        ) from error
-    names = [name for name in stated if name in shards or not name.endswith(".safetensors")]
+    stated = {n: one for n, one in manifest.files.items() if n in shards or not n.endswith(".safetensors")}
     damaged = []
     progress = progress or Silent()
-    progress.start("reading files", sum(stated[name][0] for name in names))
+    progress.start("reading files", sum(one.size for one in stated.values()))
     try:
-        for name in names:
-            if reason := difference(root / name, *stated[name]):
-                damaged.append(f"{root / name}: {reason}")
-            progress.advance(stated[name][0])
+        for name, one in stated.items():
+            reason = difference(root / name, one) if _below(name) else "leads out of the directory"
+            if reason:
+                damaged.append(f"{root}/{shown(name)}: {reason}")
+            progress.advance(one.size)
     finally:
         progress.finish()
-    return FileCheck(len(names), tuple(damaged))
+    return FileCheck(len(stated), tuple(damaged))
+
+
+def _below(name: str) -> bool:
+    path = Path(name)
+    return not path.is_absolute() and ".." not in path.parts and "\0" not in name

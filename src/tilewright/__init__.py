@@ -19,7 +19,7 @@ if TYPE_CHECKING:
         VerifyError,
     )
     from .kernels.packed.directory import load_packed
-    from .packer.engine.gate import RunOptions
+    from .packer.engine.job import RunOptions
     from .packer.inspect import Inspection
     from .packer.jobs.calibration import CalibrationOptions
     from .packer.jobs.conversion import ConversionResult
@@ -46,7 +46,7 @@ _LAZY = {
     "QuantizeOptions": "packer.quantize.options",
     "CalibrationOptions": "packer.jobs.calibration",
     "PackOptions": "packer.jobs.pack",
-    "RunOptions": "packer.engine.gate",
+    "RunOptions": "packer.engine.job",
     "VerifyOptions": "packer.verify.options",
     "Thresholds": "packer.verify.options",
     "ConversionResult": "packer.jobs.conversion",

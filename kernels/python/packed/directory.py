@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -13,8 +12,9 @@ from ..errors import CheckpointError, KernelUnavailableError, TilewrightError
 from ..gpu.reorder import reorder, reordered_spec
 from ..modules.packed_modules import PackedWeight, build_module, find_kernel
 from ..tensors import TensorSpec
-from .manifest import MANIFEST_FILE, difference
+from .manifest import MANIFEST_FILE, difference, read_manifest
 from .module_spec import INPUT_SCALE, PACKED_VERSION, Cut, ModuleSpec, described_modules
+from .records import read_object
 from .safetensors_file import Header, MappedFile, read_header
 
 INDEX_FILE = "model.safetensors.index.json"
@@ -167,7 +167,7 @@ def load_packed(
         raise CheckpointError(f"{root}: no {MANIFEST_FILE}, so this is no finished packed directory", hint=RUN_HINT)
     _check_device(device)
     headers = _read_headers(root)
-    _check_files(root, _read_json(manifest), headers, verify_checksums)
+    _check_files(root, headers, verify_checksums)
     packed = PackedCheckpoint(root, headers, device)
     if rank is not None and packed.cut.rank != rank:
         raise CheckpointError(f"{root}: holds rank {packed.cut.rank} of {packed.cut.ranks}, not rank {rank}")
@@ -201,12 +201,9 @@ def _find_rank(path: Path, rank: int | None) -> Path:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {error}", hint=RUN_HINT) from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: is not a JSON object", hint=RUN_HINT)
-    return value
+        return read_object(path, constants=True, hint=RUN_HINT)
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}", hint=RUN_HINT) from error
 
 
 def _read_headers(root: Path) -> list[Header]:
@@ -254,18 +251,18 @@ def _read_specs(headers: list[Header]) -> dict[str, ModuleSpec]:
     return specs
 
 
-def _check_files(root: Path, manifest: dict[str, Any], headers: list[Header], checksums: bool) -> None:
+def _check_files(root: Path, headers: list[Header], checksums: bool) -> None:
     """Compare every shard with the manifest: its size, and if asked for its checksum."""
-    files = manifest.get("files")
-    if not isinstance(files, dict) or not all(isinstance(stated, dict) for stated in files.values()):
-        raise CheckpointError(f"{root / MANIFEST_FILE}: has no `files` with size and SHA-256 of each", hint=RUN_HINT)
+    manifest = read_manifest(root)
+    if manifest is None:
+        raise CheckpointError(f"{root / MANIFEST_FILE}: was not written by Tilewright", hint=RUN_HINT)
     problems = []
     for header in headers:
         name = header.path.name
-        stated = files.get(name)
+        stated = manifest.files.get(name)
         if stated is None:
             problems.append(f"{name} is not in {MANIFEST_FILE}")
-        elif reason := difference(header.path, stated.get("size"), stated.get("sha256"), checksum=checksums):
+        elif reason := difference(header.path, stated, checksum=checksums):
             problems.append(f"{name} {reason}")
     if problems:
         raise CheckpointError(f"{root}: damaged:\n  " + "\n  ".join(problems), hint=RUN_HINT)

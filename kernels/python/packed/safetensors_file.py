@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import mmap
+import os
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,38 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class FileStamp:
+    """What a file was at some moment, so that any later change is noticed.
+
+    Attributes:
+        size: In bytes.
+        mtime_ns: Time of the last change, in nanoseconds.
+        inode: Number of the file in its file system: another one if the file was replaced.
+    """
+
+    size: int
+    mtime_ns: int
+    inode: int
+
+    @staticmethod
+    def of(status: os.stat_result) -> FileStamp:
+        """The stamp in what `stat` gives."""
+        return FileStamp(status.st_size, status.st_mtime_ns, status.st_ino)
+
+    def difference(self, path: Path) -> str | None:
+        """How the file `path` differs now, or None if it does not."""
+        try:
+            now = FileStamp.of(path.stat())
+        except OSError as error:
+            return f"cannot be read any more: {error.strerror}"
+        if now.size != self.size:
+            return f"had {self.size} bytes and has {now.size}"
+        if now.inode != self.inode:
+            return "was replaced by another file"
+        return None if now == self else "was written to"
+
+
+@dataclass(frozen=True)
 class Header:
     """The checked header of a safetensors file.
 
@@ -70,6 +103,7 @@ class Header:
         size: Size of the whole file in bytes.
         data_start: Where the data begins: everything before it is the header.
         digest: sha256 of the header's bytes, in hexadecimal.
+        stamp: What the file was when the header was read.
     """
 
     path: Path
@@ -78,6 +112,7 @@ class Header:
     size: int
     data_start: int
     digest: str
+    stamp: FileStamp
 
 
 def read_header(path: Path) -> Header:
@@ -86,8 +121,17 @@ def read_header(path: Path) -> Header:
     Raises:
         CheckpointError: The file is missing, cut, padded, or breaks a rule of the format.
     """
-    size, raw = _read_raw(path)
-    data_start = 8 + len(raw)
+    stamp, raw = _read_raw(path)
+    return parse_header(path, raw, stamp)
+
+
+def parse_header(path: Path, raw: bytes, stamp: FileStamp) -> Header:
+    """Check the header `raw`, without its length, of the file `path`.
+
+    Raises:
+        CheckpointError: It breaks a rule of the format, or does not fit the size of the file.
+    """
+    data_start, size = 8 + len(raw), stamp.size
     try:
         metadata, found = _parse(raw)
         entries = _place(found, data_start)
@@ -101,16 +145,16 @@ def read_header(path: Path) -> Header:
             f"{path}: the file is {kind}: its header describes {end} bytes, the file has {size}",
             hint="fetch the file again; a shorter file reads as zeros, a longer one was written by a broken tool",
         )
-    return Header(path, metadata, entries, size, data_start, hashlib.sha256(raw).hexdigest())
+    return Header(path, metadata, entries, size, data_start, hashlib.sha256(raw).hexdigest(), stamp)
 
 
-def _read_raw(path: Path) -> tuple[int, bytes]:
+def _read_raw(path: Path) -> tuple[FileStamp, bytes]:
     try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):  # opening a pipe would wait for ever
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
             raise CheckpointError(f"{path}: not a file", hint="name a .safetensors file or the folder that holds it")
-        size = status.st_size
         with path.open("rb") as file:
+            stamp = FileStamp.of(os.fstat(file.fileno()))
+            size = stamp.size
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")
             if prefix == b"version " and size < 1024:
@@ -126,7 +170,7 @@ def _read_raw(path: Path) -> tuple[int, bytes]:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
     if len(raw) != length:
         raise CheckpointError(f"{path}: the file shrinks while it is read", hint="wait until its writer is done")
-    return size, raw
+    return stamp, raw
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -207,16 +207,18 @@ def test_what_the_index_forgot_is_kept_and_told(make_source: MakeSource) -> None
 def test_side_files(make_source: MakeSource) -> None:
     """needs.md 93 and 94: everything but weights, sub-folders too."""
     source = make_source()
-    wanted = ["chat_template.jinja", "a/b/c.txt", ".hidden", "merges.txt", "sub/config.json", "model.py", "x.index"]
-    unwanted = ["old.bin", "w.gguf", "sub/x.safetensors", "pytorch_model.bin.index.json", "a/t.pth", ".git/HEAD"]
-    for name in wanted + unwanted + ["manifest.json", "ledger.json"]:
+    wanted = ["chat_template.jinja", "a/b/c.txt", "merges.txt", "sub/config.json", "model.py", "x.index"]
+    unwanted = ["old.bin", "w.gguf", "sub/x.safetensors", "pytorch_model.bin.index.json", "a/t.pth"]
+    hidden = [".git/HEAD", ".env", "a/.b"]
+    for name in wanted + unwanted + hidden + ["manifest.json", "ledger.json"]:
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_text("x")
     checkpoint = open_checkpoint(source)
     assert {str(path) for path in checkpoint.side_files} == {*wanted, "tokenizer.json", "code/modeling.py"}
     note = next(note for note in checkpoint.notes if note.startswith("not copied"))
-    for name in ("old.bin", "w.gguf", "sub/x.safetensors", ".git/"):
+    for name in ("old.bin", "w.gguf", "sub/x.safetensors"):
         assert f"`{name}`" in note
+    assert "hidden, and so not copied: `.env`, `.git/`, `a/.b`" in checkpoint.notes
 
 
 @settings(max_examples=100)

@@ -16,7 +16,8 @@ from tilewright.kernels.errors import PlanError, SchemeError, TilewrightError
 from tilewright.kernels.packed.safetensors_file import MappedFile, read_header
 from tilewright.kernels.tensors import Reject
 from tilewright.packer.checkpoint.files import Checkpoint, open_checkpoint
-from tilewright.packer.engine.pipeline import RunOptions, execute
+from tilewright.packer.engine.job import RunOptions
+from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.plan import Copy, Plan
 
 MakeSource = Callable[..., Path]
@@ -187,7 +188,7 @@ def test_no_room_is_said_before_any_work(
     make_source: MakeSource, make_plan: MakePlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = open_checkpoint(make_source())
-    monkeypatch.setattr("tilewright.packer.engine.gate.disk_free", lambda output: 1000)
+    monkeypatch.setattr("tilewright.packer.engine.preflight.disk_free", lambda output: 1000)
     with pytest.raises(PlanError, match=r"needed, 1000 bytes are free[\s\S]*hint: free some"):
         execute(make_plan(checkpoint), checkpoint, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from tilewright.packer.checkpoint.files import open_checkpoint
-from tilewright.packer.engine.gate import RunOptions, prepare
+from tilewright.packer.engine.job import RunOptions
+from tilewright.packer.engine.preflight import prepare
 from tilewright.packer.engine.resources import BASE_MEMORY, available_memory, disk_needed, memory_plan, task_memory
 from tilewright.packer.engine.shards import plan_shards
 from tilewright.packer.plan import Plan
@@ -41,7 +42,7 @@ def test_memory_lowers_the_number_of_tasks(make_source: Callable[..., Path], mak
     plan = make_plan(checkpoint)
     sizes = [task_memory(task, checkpoint) for task in plan.tasks]
     for memory in (1, BASE_MEMORY, BASE_MEMORY + 3 * max(sizes), None):
-        workers, budget, peak = memory_plan(plan, checkpoint, 4, memory)
+        workers, budget, peak = memory_plan([plan], checkpoint, 4, memory)
         assert workers == 4
         assert budget >= max(sizes)
         assert peak <= max(memory or available_memory(), BASE_MEMORY + max(sizes))
@@ -73,7 +74,7 @@ def test_consume_counts_only_what_is_freed_in_time(tmp_path: Path, make_plan: Ma
 
 def test_the_job_says_what_it_needs(make_source: Callable[..., Path], make_plan: MakePlan, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(make_source())
-    job = prepare(make_plan(checkpoint), checkpoint, tmp_path / "out", RunOptions(jobs=3))
+    job = prepare({tmp_path / "out": make_plan(checkpoint)}, checkpoint, RunOptions(jobs=3))
     assert (job.workers, job.finished) == (3, False)
     assert 0 < job.disk_needed < job.disk_free
     assert job.peak_memory > BASE_MEMORY

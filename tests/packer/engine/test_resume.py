@@ -20,9 +20,11 @@ import pytest
 
 from tilewright.kernels.errors import CheckpointError, PlanError, TilewrightError
 from tilewright.packer.checkpoint.files import open_checkpoint
-from tilewright.packer.engine.pipeline import RunOptions, execute
+from tilewright.packer.engine.job import RunOptions
+from tilewright.packer.engine.lock import OutputLock
+from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.plan import Plan
-from tilewright.packer.records.journal import PARTIAL, Journal, kept_headers
+from tilewright.packer.records.journal import PARTIAL
 
 MakeSource = Callable[..., Path]
 MakePlan = Callable[..., Plan]
@@ -93,7 +95,7 @@ def kill() -> None:
 
 def convert(source: Path, output: Path, make_plan: MakePlan, limit: int = SHARD, **options: Any) -> int:
     """What a command does: open, plan, execute."""
-    checkpoint = open_checkpoint(source, consumed=kept_headers(output) if options.get("resume") else None)
+    checkpoint = open_checkpoint(source, consumed=bool(options.get("resume")))
     return execute(make_plan(checkpoint), checkpoint, output, RunOptions(max_shard_size=limit, **options)).written
 
 
@@ -138,10 +140,9 @@ def test_kill_at_any_moment(
         check_nothing_half_done(output, final)
         in_child(partial(run, rng.randrange(1, total)))  # the second run may be killed too
         check_nothing_half_done(output, final)
-        if not (consume and hashes(output) == final):  # nothing is left to resume from
-            assert in_child(partial(run, 0)) == 0
-            assert hashes(output) == final
-            assert not (output / PARTIAL).exists()
+        assert in_child(partial(run, 0)) == 0
+        assert hashes(output) == final
+        assert not (output / PARTIAL).exists()
         assert {path.name for path in mine.glob("*.safetensors")} == (set() if consume else shards)
 
 
@@ -212,7 +213,8 @@ def test_a_torn_journal_line_is_ignored(make_source: MakeSource, make_plan: Make
 def test_a_damaged_journal_is_one_message(make_source: MakeSource, make_plan: MakePlan, tmp_path: Path) -> None:
     source, output = make_source(), tmp_path / "out"
     interrupted(source, output, make_plan)
-    for content in (b"not json\n", b"[]\n", b'{"plan": 1}\n', b'{"plan": "a", "source": {}}\n{"file": 3}\n'):
+    begin = b'{"schema": 2, "plans": {"": "a"}, "source": {}}\n'
+    for content in (b"not json\n", b"[]\n", b'{"plan": 1}\n', begin + b'{"file": 3}\n', b'{"schema": 9}\n'):
         (output / PARTIAL / "journal").write_bytes(content)
         with pytest.raises(PlanError, match=r"journal is damaged[\s\S]*--overwrite"):
             convert(source, output, make_plan, resume=True)
@@ -220,12 +222,12 @@ def test_a_damaged_journal_is_one_message(make_source: MakeSource, make_plan: Ma
 
 def test_two_runs_do_not_write_into_one_output(make_source: MakeSource, make_plan: MakePlan, tmp_path: Path) -> None:
     source, output = make_source(), tmp_path / "out"
-    journal = Journal(output, "plan", {}, resume=False)
+    lock = OutputLock(output)
     try:
         with pytest.raises(PlanError, match="another run"):
             convert(source, output, make_plan, resume=True)
     finally:
-        journal.close()
+        lock.release(finished=True)
 
 
 @pytest.fixture
@@ -291,7 +293,7 @@ def test_a_full_disk_in_the_middle(
         with pytest.raises(PlanError, match="are needed"):
             convert(source, small / "out", make_plan)
         with monkeypatch.context() as patch:
-            patch.setattr("tilewright.packer.engine.gate.disk_free", lambda output: 1 << 40)
+            patch.setattr("tilewright.packer.engine.preflight.disk_free", lambda output: 1 << 40)
             with pytest.raises(TilewrightError, match=r"disk is full[\s\S]*--resume"):
                 convert(source, small / "out", make_plan)
             ballast.unlink()
@@ -313,22 +315,35 @@ def test_a_file_size_limit_is_a_full_disk(make_source: MakeSource, make_plan: Ma
     assert convert(source, output, make_plan, resume=True) > 0
 
 
+def consumed_in_part(source: Path, output: Path, make_plan: MakePlan) -> None:
+    """Leave a run that was killed when it was about to delete its second source shard."""
+
+    def run() -> None:
+        Tripwire(2, kill, events=("unlink",))
+        convert(source, output, make_plan, jobs=1, consume=True)
+
+    assert in_child(run) == -signal.SIGKILL
+    assert not (output / "manifest.json").exists()
+
+
 def test_consume_does_not_mistake_a_lost_shard_for_a_used_one(
     make_source: MakeSource, make_plan: MakePlan, tmp_path: Path
 ) -> None:
     source, output = make_source(shards=3), tmp_path / "out"
-    interrupted(source, output, make_plan, consume=True)
+    consumed_in_part(source, output, make_plan)
+    used = {path.stem.removesuffix(".safetensors") for path in (source / ".tilewright-consumed").iterdir()}
     left = sorted(source.glob("*.safetensors"))
+    assert len(left) == 2
+    with pytest.raises(CheckpointError, match=f"1 of 3 shards were deleted by a run with --consume: `{used.pop()}"):
+        convert(source, output, make_plan)
     left[-1].unlink()
-    with pytest.raises(PlanError, match=f"still needed: .*{left[-1].name}"):
+    with pytest.raises(CheckpointError, match=f"1 of 3 shards are missing: `{left[-1].name}"):
         convert(source, output, make_plan, resume=True, consume=True)
-    with pytest.raises(CheckpointError, match=left[-1].name):
-        convert(source, output, make_plan, overwrite=True)
 
 
 def test_consumed_weights_are_not_thrown_away(make_source: MakeSource, make_plan: MakePlan, tmp_path: Path) -> None:
     source, output = make_source(shards=3), tmp_path / "out"
-    interrupted(source, output, make_plan, consume=True)
+    consumed_in_part(source, output, make_plan)
     other = make_source(name="other", seed=1)
     with pytest.raises(PlanError, match="only --resume"):
         convert(other, output, make_plan, overwrite=True)

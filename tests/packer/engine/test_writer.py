@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tilewright.kernels.errors import CheckpointError
-from tilewright.packer.engine.writer import CHUNK, FileWriter, opened, write_file
+from tilewright.packer.engine.writer import CHUNK, FileWriter
+from tilewright.packer.records.atomic import atomic_write, opened
 
 
 @pytest.mark.parametrize("threads", [1, 4])
@@ -74,7 +75,7 @@ def test_a_source_that_shrinks_is_named(tmp_path: Path) -> None:
 
 def test_a_file_appears_whole(tmp_path: Path) -> None:
     path = tmp_path / "sub" / "file"
-    assert write_file(path, b"abc", tmp_path / "temporary") == hashlib.sha256(b"abc").hexdigest()
-    assert write_file(path, b"", tmp_path / "temporary") == hashlib.sha256(b"").hexdigest()
+    assert atomic_write(path, b"abc", tmp_path / "temporary") == hashlib.sha256(b"abc").hexdigest()
+    assert atomic_write(path, b"", tmp_path / "temporary") == hashlib.sha256(b"").hexdigest()
     assert path.read_bytes() == b""
     assert not (tmp_path / "temporary").exists()

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tilewright.packer.checkpoint.files import open_checkpoint
-from tilewright.packer.engine.gate import RunOptions, prepare
+from tilewright.packer.engine.job import RunOptions
 from tilewright.packer.engine.pipeline import execute
+from tilewright.packer.engine.preflight import prepare
 from tilewright.packer.quantize.options import QuantizeOptions
 from tilewright.packer.quantize.planner import plan_quantize
 from tilewright.packer.schemes import SCHEMES
@@ -101,7 +102,7 @@ def test_any_source(
     if plan.rejects:
         assert all(reject.name and reject.reason for reject in plan.rejects)
         return
-    prepare(plan, source, root / "out", RunOptions())  # raises if the plan is inconsistent
+    prepare({root / "out": plan}, source, RunOptions())  # raises if the plan is inconsistent
     execute(plan, source, root / "out")
     output = open_checkpoint(root / "out")
     assert set(output.files) == set(plan.tensors)

@@ -1,0 +1,82 @@
+"""What makes two runs the same run: the hash of a plan, and what the source was when it was planned."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import tilewright
+from tilewright.kernels.errors import CheckpointError
+from tilewright.kernels.packed.safetensors_file import DTYPE_NAMES, read_header
+
+from ..checkpoint.files import Checkpoint
+from ..plan import Plan
+from ..records.journal import Identity
+
+
+def plan_hash(plan: Plan, checkpoint: Checkpoint, max_shard_size: int) -> str:
+    """sha256 over everything that decides the output's bytes but the weights themselves; no path, no time."""
+    digest = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        digest.update(json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
+
+    add([tilewright.__version__, max_shard_size, plan.options, plan.config, plan.modules, plan.metadata])
+    add({name: hashlib.sha256(content).hexdigest() for name, content in plan.extra_files.items()})
+    add({file: [header.size, header.digest] for file, header in checkpoint.headers.items()})
+    lines = (f"{name} {DTYPE_NAMES[spec.dtype]} {spec.shape}\n" for name, spec in plan.tensors.items())
+    digest.update("".join(lines).encode())
+    for task in plan.tasks:
+        sources = "".join(f"{source.name} {source.index} " for source in task.sources)
+        pieces = "".join(f"{p.name} {DTYPE_NAMES[p.spec.dtype]} {p.spec.shape} {p.offset} " for p in task.pieces)
+        digest.update(f"{sources}> {pieces}{type(task.step).__name__}\n".encode())
+    for name, fate in sorted(plan.fates.items()):
+        digest.update(f"{name} {fate.kind} {fate.reason} {fate.outputs}\n".encode())
+    return digest.hexdigest()
+
+
+def source_identity(checkpoint: Checkpoint) -> dict[str, Identity]:
+    """Size, header and time of the last change (in nanoseconds) of each source shard.
+
+    Reading all weights again would cost as much as starting afresh; a tool that rewrites a shard and sets its time
+    back is beyond this check.
+    """
+    return {
+        file: (header.size, header.digest, header.stamp.mtime_ns) for file, header in sorted(checkpoint.headers.items())
+    }
+
+
+def check_unchanged(
+    checkpoint: Checkpoint, files: Iterable[str] | None = None, *, headers: bool = False, but: Collection[str] = ()
+) -> None:
+    """Compare the source with what it was when it was opened: size, time of change and inode of each file.
+
+    Args:
+        checkpoint: The source.
+        files: Shards to look at; None: all files of the source, `config.json` and side files included.
+        headers: Read the headers of the shards again too.
+        but: Shards that are not looked at.
+
+    Raises:
+        CheckpointError: Files changed; it names them.
+    """
+    changed = []
+    for file in checkpoint.headers if files is None else files:
+        header = checkpoint.headers[file]
+        if file in checkpoint.gone or file in but:
+            continue
+        if reason := header.stamp.difference(header.path):
+            changed.append(f"{header.path} {reason}")
+        elif headers and read_header(header.path).digest != header.digest:
+            changed.append(f"{header.path} has another header")
+    for path, stamp in checkpoint.stamps.items() if files is None else ():
+        if reason := stamp.difference(path):
+            changed.append(f"{path} {reason}")
+    if changed:
+        more = f" and {len(changed) - 8} more" if len(changed) > 8 else ""
+        raise CheckpointError(
+            f"the source changed while it was read: {'; '.join(changed[:8])}{more}",
+            hint="nothing may write to a checkpoint while it is read; wait until its writer is done, then start anew",
+        )

@@ -1,0 +1,258 @@
+"""Everything that can refuse a job before a weight is read, and what the job will need."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from tilewright.kernels.errors import CheckpointError, PlanError
+from tilewright.kernels.packed.manifest import Manifest, read_manifest
+
+from ..checkpoint.files import Checkpoint
+from ..plan import Copy, Plan
+from ..records.journal import JOURNAL, PARTIAL, JournalState, read_journal
+from .failures import one_clear_message
+from .identity import plan_hash, source_identity
+from .job import Destination, Job, RunOptions, in_order
+from .lock import LOCK
+from .resources import disk_free, disk_needed, memory_plan
+from .shards import plan_shards
+
+CLEARING = "clearing"  # in the folder for unfinished work: what lies beside it is being removed
+OLD_HEADERS = "source"  # in the same folder: what release 0.1 kept of shards that `--consume` had deleted
+
+
+def prepare(plans: Mapping[Path, Plan], checkpoint: Checkpoint, options: RunOptions) -> Job:
+    """Check everything that can be checked before a weight is read; nothing is written.
+
+    Args:
+        plans: Output directory -> what is written there: one, or the folders of ranks in one directory.
+        checkpoint: The source of all of them.
+        options: How to run.
+
+    Raises:
+        PlanError: The job is refused; all reasons are in the message. A disk that is too small is no reason yet: see
+            `Job.shortage`.
+    """
+    directories = list(plans)
+    root = directories[0] if len(directories) == 1 else directories[0].parent
+    assert all(path.parent == root for path in directories) or directories == [root]
+    with one_clear_message(root):
+        for plan in plans.values():
+            _check_consistency(plan, checkpoint)
+        problems = list(dict.fromkeys(str(reject) for plan in plans.values() for reject in plan.rejects))
+        problems += _check_places(checkpoint, root, directories, options)
+        if problems:
+            raise _refusal(problems)
+        source = source_identity(checkpoint)
+        destinations = tuple(
+            _destination(path, root, plan, checkpoint, options, source) for path, plan in plans.items()
+        )
+        if not all(one.finished for one in destinations):
+            check_gone(destinations, checkpoint, _done(root, checkpoint))
+        order = [shard for _, shard in in_order(destinations)]
+        workers, budget, peak = memory_plan(list(plans.values()), checkpoint, options.jobs, options.memory)
+        needed = disk_needed(order, checkpoint, root, options.consume) if order else 0
+        free = disk_free(root)
+        return Job(checkpoint, root, destinations, options, source, workers, budget, peak, needed, free)
+
+
+def look_again(job: Job) -> Job:
+    """The same job, looked at again by who holds the lock of its output.
+
+    Raises:
+        PlanError: The output is no longer what it was when the job was checked, or the disk is too small.
+    """
+    directories = [one.directory for one in job.destinations]
+    if problems := _check_content(job.root, directories, job.options):
+        raise _refusal(problems)
+    resume = job.options.resume
+    destinations = tuple(
+        replace(one, finished=resume and _is_finished(one.directory, one.plan_hash)) for one in job.destinations
+    )
+    if (job.root / PARTIAL / CLEARING).exists() and not all(one.finished for one in destinations):
+        destinations = tuple(replace(one, finished=False) for one in destinations)  # the rest will be cleared too
+    job = replace(job, destinations=destinations)
+    if not job.finished:
+        check_gone(destinations, job.checkpoint, _done(job.root, job.checkpoint))
+        if shortage := job.shortage:
+            raise shortage
+    return job
+
+
+def _destination(
+    path: Path,
+    root: Path,
+    plan: Plan,
+    checkpoint: Checkpoint,
+    options: RunOptions,
+    source: Mapping[str, tuple[int, str, int]],
+) -> Destination:
+    shards = plan_shards(plan, options.max_shard_size)
+    digest = plan_hash(plan, checkpoint, options.max_shard_size)
+    name = "" if path == root else path.name
+    return Destination(path, name, plan, shards, digest, options.resume and _is_finished(path, digest))
+
+
+def _refusal(problems: list[str]) -> PlanError:
+    if len(problems) == 1:
+        return PlanError(problems[0])
+    return PlanError(f"{len(problems)} reasons to refuse\n" + "\n".join(f"  {problem}" for problem in problems))
+
+
+def check_gone(destinations: tuple[Destination, ...], checkpoint: Checkpoint, done: Collection[str]) -> None:
+    """Source shards of which only the headers are left must not be needed any more.
+
+    Raises:
+        PlanError: Some are.
+    """
+    sources = {
+        source.name
+        for one, shard in in_order(destinations)
+        if one.path(shard.file) not in done
+        for task in shard.tasks
+        for source in task.sources
+    }
+    if needed := sorted(checkpoint.gone & {checkpoint.files[name] for name in sources}):
+        raise PlanError(
+            f"{checkpoint.root}: shards are missing and still needed: {', '.join(needed[:8])}",
+            hint="restore them; a run with --consume deletes what is safe in its own output, and only there",
+        )
+
+
+def _done(root: Path, checkpoint: Checkpoint) -> Collection[str]:
+    state = read_journal(root) if checkpoint.gone else None
+    return state.finished if state else ()
+
+
+def _check_consistency(plan: Plan, checkpoint: Checkpoint) -> None:
+    """Errors of a planner, not of a user: nothing may disappear, overlap or come from nowhere."""
+    if plan.rejects:
+        return  # it need not be complete
+    wrong = [f"{name}: no fate" for name in checkpoint.files if name not in plan.fates]
+    wrong += [f"{name}: a fate, but not in the source" for name in plan.fates if name not in checkpoint.files]
+    wrong += [
+        f"{name}: {fate.kind} feeds {fate.outputs}"
+        for name, fate in plan.fates.items()
+        if not all(output in plan.tensors for output in fate.outputs) or bool(fate.outputs) == (fate.kind == "dropped")
+    ]
+    extents: dict[str, list[tuple[int, int]]] = {name: [] for name in plan.tensors}
+    for task in plan.tasks:
+        wrong += [f"{source.name}: not in the source" for source in task.sources if source.name not in checkpoint.files]
+        wrong += [] if task.pieces else [f"{task.sources}: a task that gives nothing"]
+        for piece in task.pieces:
+            extents.setdefault(piece.name, []).append((piece.offset, piece.offset + piece.spec.nbytes))
+        if isinstance(task.step, Copy) and len(task.sources) != len(task.pieces):
+            wrong.append(f"{task.sources}: copied to {task.pieces}")
+    for name, runs in extents.items():
+        if name not in plan.tensors:
+            wrong.append(f"{name}: written, but not planned")
+        elif not _covers(runs, plan.tensors[name].nbytes):
+            wrong.append(f"{name}: {plan.tensors[name].nbytes} bytes are written as {runs[:4]}")
+    if wrong:
+        raise AssertionError(f"the plan is inconsistent ({len(wrong)}): " + "; ".join(wrong[:8]))
+
+
+def _covers(runs: Iterable[tuple[int, int]], size: int) -> bool:
+    end = -1
+    for start, stop in sorted(runs):
+        if start != max(end, 0):
+            return False
+        end = stop
+    return end == size
+
+
+def _check_places(checkpoint: Checkpoint, root: Path, directories: list[Path], options: RunOptions) -> list[str]:
+    if options.resume and options.overwrite:
+        return ["--resume and --overwrite exclude each other"]
+    target = root.resolve()
+    files = (header.path.resolve() for file, header in checkpoint.headers.items() if file not in checkpoint.gone)
+    homes = sorted({checkpoint.root.resolve(), *(file.parent for file in files)})
+    problems = [
+        f"{root}: is, holds or lies in the source {home}; name a directory beside it"
+        for home in homes
+        if target.is_relative_to(home) or home.is_relative_to(target)
+    ]
+    if problems:
+        return problems
+    place = next(path for path in (target, *target.parents) if path.exists())
+    if not place.is_dir():
+        return [f"{root}: not a directory" if place == target else f"{root}: {place} is not a directory"]
+    if options.consume and any(header.path.is_symlink() for header in checkpoint.headers.values()):
+        problems.append(f"{checkpoint.root}: --consume deletes files, these are links into a cache; leave it out")
+    return problems + _check_content(root, directories, options)
+
+
+def _check_content(root: Path, directories: list[Path], options: RunOptions) -> list[str]:
+    """Why the output cannot be written, from what is there: nothing, a finished output, an unfinished one, or else."""
+    consumed, unfinished = _left_behind(root, options)
+    problems = []
+    for directory in directories:
+        if any((place / PARTIAL / OLD_HEADERS).exists() for place in (root, directory)):
+            reason = "holds what --consume of release 0.1 has deleted from its source; only that release can go on"
+            return [f"{directory}: {reason} (pip install 'tilewright<0.2', then --resume)"]
+        finished = _finished(directory)
+        if consumed and not options.resume and not finished:
+            return [f"{root}: holds what --consume has deleted from its source; only --resume can go on"]
+        if directory != root and (directory / PARTIAL).exists() and not options.overwrite:
+            read_journal(directory)  # that of release 0.1, which had one for each rank, is refused
+            return [f"{directory}: holds an unfinished output of a run of its own; --overwrite starts anew"]
+        begun = unfinished or (directory != root and (directory / PARTIAL).exists())
+        empty = not directory.exists() or not any(path.name != PARTIAL for path in directory.iterdir())
+        if empty and not begun:
+            continue
+        if options.overwrite or options.resume:
+            if not (begun or finished):
+                problems.append(f"{directory}: not empty, and not written by this tool; name another or remove it")
+        elif finished:
+            problems.append(f"{directory}: holds a finished output; --overwrite replaces it")
+        elif begun:
+            problems.append(f"{root}: holds an unfinished output; --resume goes on, --overwrite starts anew")
+        else:
+            problems.append(f"{directory}: not empty; name another directory or remove it")
+    return list(dict.fromkeys(problems))
+
+
+def _left_behind(root: Path, options: RunOptions) -> tuple[bool, bool]:
+    """Whether the output holds what was consumed, and whether it holds anything unfinished at all."""
+    folder = root / PARTIAL
+    if not folder.is_dir():
+        return False, False
+    unfinished = any(path.name != LOCK for path in folder.iterdir())
+    try:
+        state: JournalState | None = read_journal(root)
+        return bool(state and state.consumed), unfinished
+    except PlanError:
+        if not options.overwrite:
+            raise
+        return b'"consumed"' in (folder / JOURNAL).read_bytes(), True
+
+
+def _finished(directory: Path) -> Manifest | None:
+    try:
+        return read_manifest(directory)
+    except CheckpointError:
+        return None  # of something else, for ours are whole or not there
+
+
+def _is_finished(output: Path, digest: str) -> bool:
+    manifest = _finished(output)
+    if manifest is None:
+        return False
+    if manifest.plan != digest:
+        hint = "name another directory, or replace it with --overwrite"
+        raise PlanError(
+            f"{output}: finished already by release {manifest.tool}, but from another source, with other options or by "
+            "other rules",
+            hint=hint,
+        )
+    damaged = [
+        name
+        for name, record in manifest.files.items()
+        if not (output / name).is_file() or (output / name).stat().st_size != record.size
+    ]
+    if damaged:
+        hint = "write it anew with --overwrite"
+        raise PlanError(f"{output}: was finished, but these are not what it says: {', '.join(damaged[:8])}", hint=hint)
+    return True
