@@ -1,0 +1,211 @@
+"""Kill conversions at every change that they make to a disk, and see how each ends.
+
+    LD_PRELOAD=shim.so python tests/crash/crash.py FOLDER [--every N] [--random N] [--scenario NAME]
+
+`tests/test_crash.py` compiles the shim and runs a slice; `make crash-test` runs all. Each run is a child forked from this
+process, which has imported everything and computed nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import hashlib
+import importlib
+import json
+import os
+import pkgutil
+import random
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import tilewright.packer
+from tilewright.cli.main import load, run
+
+sys.path.insert(0, str(Path(__file__).parent))
+from scenarios import SCENARIOS, Scenario, arguments, make_source, wrong
+
+SHIM = ctypes.CDLL(None)
+LIMIT = 120.0  # seconds that a child may take
+
+
+def import_everything() -> None:
+    """So that no child has to, and each does nothing but its work."""
+    for module in pkgutil.walk_packages(tilewright.packer.__path__, "tilewright.packer."):
+        importlib.import_module(module.name)
+    importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    importlib.import_module("tokenizers")
+
+
+def hashes(root: Path) -> dict[str, str]:
+    """Every file below `root` with its SHA-256."""
+    files = sorted(path for path in root.rglob("*") if path.is_file())
+    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
+
+
+def fork(action: Callable[[], object], log: Path) -> int:
+    """Start `action` in a child."""
+    child = os.fork()
+    if child:
+        return child
+    try:
+        signal.alarm(int(LIMIT))
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+        action()
+        os._exit(0)
+    except SystemExit as error:
+        os._exit(error.code if isinstance(error.code, int) else 1)
+    except BaseException as error:
+        os.write(2, f"{type(error).__name__}: {error}\n".encode())
+        os._exit(99)
+
+
+def wait(child: int) -> int:
+    """How a child ended."""
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+class Bench:
+    """A scenario with its template: source, and output as it is before the run."""
+
+    def __init__(self, scenario: Scenario, folder: Path) -> None:
+        self.scenario = scenario
+        self.folder = folder
+        self.log = folder / "log"
+        self.template = folder / "template"
+        self.template.mkdir(parents=True)
+        assert wait(fork(lambda: make_source(self.template / "source", scenario.calibrated), self.log)) == 0
+        self.shards = {path.name for path in (self.template / "source").glob("*.safetensors")}
+        if scenario.earlier:
+            code = self.convert(self.template, scenario.earlier, kill=scenario.earlier_kill)
+            assert code == (-signal.SIGKILL if scenario.earlier_kill else 0), self.log.read_text()
+        whole = self.fresh("whole")
+        plain = tuple(word for word in scenario.command if word not in {"--overwrite"})
+        shutil.rmtree(whole / "output", ignore_errors=True)
+        assert self.convert(whole, plain) == 0, self.log.read_text()
+        self.final = hashes(whole / "output")
+        counted = self.fresh("counted")
+        self.points = self.count(counted)
+
+    def fresh(self, name: str) -> Path:
+        """A copy of the template; times are kept, since they are part of what a source is."""
+        place = self.folder / name
+        shutil.rmtree(place, ignore_errors=True)
+        shutil.copytree(self.template, place)
+        return place
+
+    def _run(self, place: Path, command: tuple[str, ...], more: tuple[str, ...], kill: int, tell: int = -1) -> None:
+        SHIM.crash_arm(str(place).encode(), ctypes.c_long(kill))
+        try:
+            run(load(command[0]), command[0], arguments(command, place / "source", place / "output", *more))
+        finally:
+            if tell >= 0:
+                SHIM.crash_count.restype = ctypes.c_long
+                os.write(tell, str(SHIM.crash_count()).encode())
+
+    def start(self, place: Path, command: tuple[str, ...], *more: str, kill: int = 0) -> int:
+        """Start the command in a child."""
+        return fork(lambda: self._run(place, command, more, kill), self.log)
+
+    def convert(self, place: Path, command: tuple[str, ...], *more: str, kill: int = 0) -> int:
+        """Run the command in a child; its exit code, or minus its signal."""
+        return wait(self.start(place, command, *more, kill=kill))
+
+    @property
+    def more(self) -> tuple[str, ...]:
+        """What is added to the command of the run that is killed."""
+        return ("--resume",) if self.scenario.resumes else ()
+
+    def count(self, place: Path) -> int:
+        """How many changes of the disk the run makes."""
+        reading, writing = os.pipe()
+        child = fork(lambda: self._run(place, self.scenario.command, self.more, 0, writing), self.log)
+        assert wait(child) == 0, self.log.read_text()
+        total = int(os.read(reading, 20))
+        os.close(reading)
+        os.close(writing)
+        assert not wrong(self.scenario, place / "source", place / "output", self.final, self.shards, hashes)
+        return total
+
+    def end(self, place: Path) -> str:
+        """Go on as a user would, and say what is wrong with the result."""
+        command = tuple(word for word in self.scenario.command if word != "--overwrite")
+        codes = [self.convert(place, command, "--resume")]
+        if codes[-1] == 1 and "--overwrite" in self.scenario.command:
+            codes.append(self.convert(place, self.scenario.command))
+        if codes[-1] != 0:
+            return f"exit codes {codes}: {self.log.read_text()[-300:]}"
+        again = self.convert(place, command, "--resume")  # so that a loop until success ends
+        if again != 0:
+            return f"--resume on the finished output exits {again}: {self.log.read_text()[-300:]}"
+        return wrong(self.scenario, place / "source", place / "output", self.final, self.shards, hashes)
+
+    def at_point(self, point: int) -> str:
+        """Kill the run at one change of the disk."""
+        self.log.write_text("")
+        place = self.fresh("run")
+        code = self.convert(place, self.scenario.command, *self.more, kill=point)
+        if code not in {-signal.SIGKILL, 0}:
+            return f"exit code {code}: {self.log.read_text()[-300:]}"
+        return self.end(place)
+
+    def at_random(self, rng: random.Random, seconds: float) -> str:
+        """Kill the run, and what goes on with it, whenever."""
+        self.log.write_text("")
+        place = self.fresh("run")
+        command = tuple(word for word in self.scenario.command if word != "--overwrite")
+        for attempt in range(2):
+            child = self.start(place, command if attempt else self.scenario.command, *(("--resume",) if attempt else self.more))
+            time.sleep(rng.uniform(0, seconds))
+            os.kill(child, signal.SIGKILL)
+            wait(child)
+        return self.end(place)
+
+
+def main() -> int:
+    """Run what the arguments say, and print one JSON document."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--every", type=int, default=1, help="Only every Nth point of each scenario.")
+    parser.add_argument("--random", type=int, default=0, help="Kills at random moments, over all scenarios.")
+    parser.add_argument("--scenario", action="append", help="Only these.")
+    options = parser.parse_args()
+    import_everything()
+    report: dict[str, dict[str, object]] = {}
+    bad = 0
+    chosen = [one for one in SCENARIOS if not options.scenario or one.name in options.scenario]
+    for number, scenario in enumerate(chosen):
+        began = time.monotonic()
+        bench = Bench(scenario, options.folder / scenario.name)
+        whole = time.monotonic()
+        bench.convert(bench.fresh("run"), scenario.command, *bench.more)
+        seconds = time.monotonic() - whole
+        found: dict[str, str] = {}
+        points = range(1 + number % options.every, bench.points + 1, options.every)
+        for point in points:
+            if problem := bench.at_point(point):
+                found[f"point {point}"] = problem
+        kills = options.random // len(chosen) + (number < options.random % len(chosen))
+        for kill in range(kills):
+            if problem := bench.at_random(random.Random(f"{scenario.name} {kill}"), seconds):
+                found[f"random kill {kill}"] = problem
+        bad += len(found)
+        report[scenario.name] = {"changes": bench.points, "points": len(points), "random": kills, "bad": found}
+        report[scenario.name]["seconds"] = round(time.monotonic() - began)
+        print(scenario.name, json.dumps(report[scenario.name]), file=sys.stderr, flush=True)
+        shutil.rmtree(bench.folder)
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    totals = {key: sum(int(str(one[key])) for one in report.values()) for key in ("points", "random")}
+    print(json.dumps({**totals, "bad": bad, "cpu_seconds": round(used.ru_utime + used.ru_stime), "scenarios": report}))
+    return bad > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
