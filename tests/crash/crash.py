@@ -162,7 +162,9 @@ class Bench:
         place = self.fresh("run")
         command = tuple(word for word in self.scenario.command if word != "--overwrite")
         for attempt in range(2):
-            child = self.start(place, command if attempt else self.scenario.command, *(("--resume",) if attempt else self.more))
+            child = self.start(
+                place, command if attempt else self.scenario.command, *(("--resume",) if attempt else self.more)
+            )
             time.sleep(rng.uniform(0, seconds))
             os.kill(child, signal.SIGKILL)
             wait(child)

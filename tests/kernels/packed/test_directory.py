@@ -168,10 +168,16 @@ def test_broken_modules(directory: Path, text: str) -> None:
     assert "`tilewright.modules` is" in refusal(directory)
 
 
-@pytest.mark.parametrize("text", ["{}", '{"files": []}', '{"files": {"model.safetensors": 5}}'])
-def test_manifest_without_files(directory: Path, text: str) -> None:
-    (directory / "manifest.json").write_text(text)
+def test_manifest_without_files(directory: Path) -> None:
+    manifest = json.loads((directory / "manifest.json").read_text())
+    (directory / "manifest.json").write_text("{}")
+    assert "manifest.json: was not written by Tilewright" in refusal(directory)
+    del manifest["files"]
+    (directory / "manifest.json").write_text(json.dumps(manifest))
     assert "manifest.json: has no `files`" in refusal(directory)
+    for files, reason in (([], "`files` is an array"), ({"model.safetensors": 5}, "file `model.safetensors` is a num")):
+        (directory / "manifest.json").write_text(json.dumps(manifest | {"files": files}))
+        assert f"manifest.json: {reason}" in refusal(directory)
 
 
 @pytest.mark.parametrize("text", ["{}", '{"weight_map": []}', '{"weight_map": {}}'])

@@ -19,7 +19,7 @@ import tilewright
 from tilewright import CalibrationOptions, PackOptions, QuantizeOptions, RunOptions, Silent, VerifyOptions
 from tilewright.cli.main import load, run
 from tilewright.packer import summary as figures
-from tilewright.packer.engine import gate
+from tilewright.packer.engine import preflight
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
 QWEN, TEXT = MODELS / "tiny-qwen3-moe", MODELS / "heldout.txt"
@@ -200,29 +200,25 @@ def test_bad_input_says_what_the_command_prints_and_leaves_nothing(
 
 def test_a_job_is_planned_and_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checked = []
-    plan_hash = gate.plan_hash
-    monkeypatch.setattr(gate, "plan_hash", lambda *given: checked.append(1) or plan_hash(*given))
+    plan_hash = preflight.plan_hash
+    monkeypatch.setattr(preflight, "plan_hash", lambda *given: checked.append(1) or plan_hash(*given))
     tilewright.quantize(QWEN, tmp_path / "out", "int8", progress=QUIET)
     assert checked == [1]
 
 
-def test_an_output_that_appears_meanwhile_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_else_writes_while_a_calibration_runs(tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     class Meanwhile(Silent):
         def start(self, stage: str, total: int, done: int = 0, unit: str = "B") -> None:
             if stage == "calibrating":
-                tilewright.quantize(QWEN, out, "int8", progress=QUIET)
+                for options in (tilewright.RunOptions(), tilewright.RunOptions(overwrite=True)):
+                    with pytest.raises(tilewright.PlanError, match=r"another run|holds an unfinished"):
+                        tilewright.quantize(QWEN, out, "int8", run=options, progress=QUIET)
 
-    with pytest.raises(tilewright.PlanError, match="holds a finished output"):
-        tilewright.quantize(
-            QWEN,
-            out,
-            "w4afp8",
-            calibration=CalibrationOptions(TEXT, windows=2, window=16),
-            progress=Meanwhile(),
-        )
-    assert json.loads((out / "manifest.json").read_text())["options"]["scheme"] == "int8"
+    text = CalibrationOptions(TEXT, windows=2, window=16)
+    tilewright.quantize(QWEN, out, "w4afp8", calibration=text, progress=Meanwhile())
+    assert json.loads((out / "manifest.json").read_text())["options"]["scheme"] == "w4afp8"
 
 
 def test_a_progress_of_ones_own_hears_every_stage(tmp_path: Path) -> None:
