@@ -2,8 +2,8 @@
 
     LD_PRELOAD=shim.so python tests/crash/crash.py FOLDER [--every N] [--random N] [--scenario NAME]
 
-`tests/test_crash.py` compiles the shim and runs a slice; `make crash-test` runs all. Each run is a child forked from this
-process, which has imported everything and computed nothing.
+`tests/test_crash.py` compiles the shim and runs a slice; `make crash-test` runs all. Each run is a child forked from
+this process, which has imported everything and computed nothing.
 """
 
 from __future__ import annotations
