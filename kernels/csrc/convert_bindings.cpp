@@ -114,6 +114,26 @@ Tensor scale_codes(const Tensor& codes, const Tensor& scales, const std::string&
   return out;
 }
 
+Tensor code_errors(const Tensor& weight, const Tensor& codes, const Tensor& scales, const Tensor& ideal,
+                   const std::string& name, int64_t block_n, int64_t block_k) {
+  Comparison c{};
+  c.weight = weight_of(weight, block_n, block_k);
+  const Blocks& b = c.weight;
+  const Code code = code_of(name);
+  TILEWRIGHT_CHECK(codes.scalar_type() == type_of(code) && codes.is_contiguous() && codes.dim() == 2 &&
+                       codes.size(0) == b.n && codes.size(1) == b.k,
+                   "codes must be those of `", name, "`, contiguous [", b.n, ", ", b.k, "]");
+  c.codes = static_cast<const uint8_t*>(checked_data(codes, "codes"));
+  c.scales = checked_scales(scales, b, b.rows());
+  c.ideal = checked_scales(ideal, b, b.rows());
+  Tensor out = empty(weight, {b.rows(), b.columns(), kMeasures}, ScalarType::Double);
+  c.out = static_cast<double*>(out.mutable_data_ptr());
+  std::fill_n(c.out, b.rows() * b.columns() * kMeasures, 0.0);
+  const Convert& loops = convert();
+  parallel_rows(b, [&](int64_t begin, int64_t end) { loops.code_errors(&c, code, begin, end); });
+  return out;
+}
+
 Tensor join_nibbles(const Tensor& codes) {
   TILEWRIGHT_CHECK(
       codes.scalar_type() == ScalarType::Byte && codes.is_contiguous() && codes.dim() >= 1 && codes.size(-1) % 2 == 0,
@@ -210,6 +230,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
   m.def("encode(Tensor weight, Tensor scales, str codes, int block_n, int block_k) -> Tensor");
   m.def("squared_error(Tensor weight, Tensor scales, str codes, int block_n, int block_k) -> Tensor");
   m.def("scale_codes(Tensor codes, Tensor scales, str kind, int block_n, int block_k, int row0) -> Tensor");
+  m.def(
+      "code_errors(Tensor weight, Tensor codes, Tensor scales, Tensor ideal, str grid, int block_n, int block_k) -> "
+      "Tensor");
   m.def("join_nibbles(Tensor codes) -> Tensor");
   m.def("split_nibbles(Tensor joined, int flip) -> Tensor");
   m.def("pack_words(Tensor codes, int columns, int word, bool compensation) -> Tensor");
@@ -221,6 +244,7 @@ STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {
   m.impl("encode", TORCH_BOX(&tilewright::encode));
   m.impl("squared_error", TORCH_BOX(&tilewright::squared_error));
   m.impl("scale_codes", TORCH_BOX(&tilewright::scale_codes));
+  m.impl("code_errors", TORCH_BOX(&tilewright::code_errors));
   m.impl("join_nibbles", TORCH_BOX(&tilewright::join_nibbles));
   m.impl("split_nibbles", TORCH_BOX(&tilewright::split_nibbles));
   m.impl("pack_words", TORCH_BOX(&tilewright::pack_words));

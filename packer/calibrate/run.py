@@ -12,6 +12,7 @@ from tilewright.kernels.errors import PlanError
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.reading import read_contents
 from ..progress import Progress, Silent
+from ..threads import threads_for
 from ..verify.dequantized import model_config, stream_dequantized
 from ..verify.stream import Call, StreamedModel
 from ..verify.text import evenly_spaced_windows, read_tokens
@@ -52,7 +53,8 @@ def calibrate_checkpoint(
         return notes  # and the source may be gone, with --consume
     model = stream_dequantized(model_config(checkpoint.root), read_contents(checkpoint))
     windows = evenly_spaced_windows(read_tokens(checkpoint.root, text), method.windows, method.window)
-    notes = calibrate(model, windows, method, wanted, store, progress)
+    with threads_for(model.largest_layer):
+        notes = calibrate(model, windows, method, wanted, store, progress)
     store.finish(notes)
     return notes
 

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..checkpoint.contents import Contents
 from ..checkpoint.files import Checkpoint, open_checkpoint
+from ..checkpoint.packed import packed_modules
 from ..checkpoint.reading import read_contents
+from ..engine.workers import Workers
 from ..progress import Progress, progress_on
 from ..records.manifest import FileCheck, check_files
+from ..threads import cpu_count, threads_for
 from ..verify.folds import follow_folds
 from ..verify.histograms import Histogram
 from ..verify.layers import check_layers, layer_names
 from ..verify.options import VerifyOptions
 from ..verify.results import LayerResult, ModelResult
 from ..verify.verdict import Verification
-from ..verify.weights import TensorResult, compare_weights
+from ..verify.weights import Comparison, TensorResult, comparisons
 from .extras import needing_transformers
+
+BYTES_PER_WEIGHT = 6  # while one is compared: codes, and parts of both sides
+MEMORY = 192 << 20  # bytes that tensors may need together; one that alone needs more is compared alone
 
 
 def verify(
@@ -84,29 +92,43 @@ def _files(sides: Sequence[Checkpoint], progress: Progress) -> FileCheck | None:
 def _weights(
     reference: Contents, candidate: Contents, limit: float | None, progress: Progress
 ) -> tuple[list[TensorResult], dict[str, Histogram]]:
-    """Every tensor, worst first, and counts of codes and scales by format."""
+    """Every tensor, worst first, and counts of codes and scales by format; tensors side by side on all CPUs."""
     histograms: dict[str, Histogram] = {}
-    results: list[TensorResult] = []
-    progress.start("verifying weights", sum(math.prod(w.shape) for w in reference.weights.values()), unit="weights")
-    try:
-        for result, codes in compare_weights(reference, candidate, limit):
+    results: dict[int, TensorResult] = {}
+    counting = threading.Lock()  # of the two above
+
+    def task(number: int, size: int, compare: Callable[[], Comparison]) -> None:
+        result, codes = compare()
+        counted = Histogram()
+        if codes is not None:
+            counted.add(codes)
+        with counting:
+            results[number] = result
             if codes is not None:
-                histograms.setdefault(codes.format.id, Histogram()).add(codes)
-            results.append(result)
-            progress.advance(0 if result.status == "unexpected" else math.prod(result.shape))
+                histograms.setdefault(codes.format.id, Histogram()).merge(counted)
+        progress.advance(size)
+
+    tasks = list(comparisons(reference, candidate, limit))
+    works = [(BYTES_PER_WEIGHT * size, partial(task, i, size, compare)) for i, (size, compare) in enumerate(tasks)]
+    progress.start("verifying weights", sum(size for size, _ in tasks), unit="weights")
+    try:
+        Workers(works, min(cpu_count(), max(len(works), 1)), MEMORY).run()
     finally:
         progress.finish()
-    return sorted(results, key=lambda result: result.badness, reverse=True), dict(sorted(histograms.items()))
+    ordered = [results[number] for number in range(len(tasks))]
+    return sorted(ordered, key=lambda result: result.badness, reverse=True), dict(sorted(histograms.items()))
 
 
 def _layers(candidate: Checkpoint, progress: Progress) -> list[LayerResult]:
     """Every packed layer, worst first."""
     layers = []
+    largest = max((math.prod(spec.shape) for spec in packed_modules(candidate).values()), default=0)
     progress.start("verifying layers", len(layer_names(candidate)), unit="layers")
     try:
-        for result in check_layers(candidate):
-            layers.append(result)
-            progress.advance()
+        with threads_for(largest):
+            for result in check_layers(candidate):
+                layers.append(result)
+                progress.advance()
     finally:
         progress.finish()
     return sorted(layers, key=lambda layer: (layer.relative == layer.relative, -layer.relative))

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from tilewright.kernels.formats import WeightFormat
+from tilewright.kernels.ops import convert
 
 MEAN_SQUARE = 1 / 3  # of an error spread evenly over [-1, 1]
 DEVIATION = (4 / 45) ** 0.5  # standard deviation of that square
@@ -52,37 +53,37 @@ def block_norms(values: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
     return block_view(values, fmt).to(torch.float64).square().sum((1, 3)).sqrt()
 
 
-def _scales(blocks: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
-    amax = blocks.abs().amax((1, 3), keepdim=True)
+def ideal_scales(reference: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
+    """What the format's own rule gives for the source: amax / qmax, fp32 [scale rows, scale columns], above zero."""
+    if reference.dtype in convert.READ:
+        amax = convert.block_amax(reference, fmt)
+    else:
+        amax = block_view(reference.to(torch.float32), fmt).abs().amax((1, 3))
     return (amax / fmt.qmax).clamp_min(SMALLEST_SCALE)
 
 
-def _nearest(blocks: torch.Tensor, scales: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
-    return fmt.nearest((blocks / scales).clamp(-fmt.qmax, fmt.qmax)) * scales
-
-
-def allowed_error(reference: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
-    """Largest Euclidean error of each block that still counts as sound.
+def allowed_error(norm: torch.Tensor, worst: torch.Tensor, nearest: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Largest Euclidean error of each block that still counts as sound: float64, in the unit of the weights.
 
     Args:
-        reference: Source values, fp32 `[N, K]`.
-        fmt: Format of the candidate.
-
-    Returns:
-        float64 `[scale rows, scale columns]`, in the unit of the weights. For 16-bit formats one block is the whole
-        matrix, and half a step is allowed, which is nothing if the source is bf16 itself.
+        norm: Sum of the squares of the source, per block.
+        worst: Sum of the squares of half a step.
+        nearest: Sum of the squared errors of the nearest codes.
+        count: Numbers in the block.
     """
-    if not fmt.has_scales:
-        exact = bool((fmt.nearest(reference) == reference).all())
-        return block_norms(torch.zeros_like(reference) if exact else fmt.half_step(reference), fmt)
-    blocks = block_view(reference, fmt)
-    scales = _scales(blocks, fmt)
-    elements = fmt.half_step(blocks / scales) * scales
-    inside = block_view(torch.ones_like(reference), fmt).to(torch.float64)
-    worst = (elements * inside).square().sum((1, 3)).sqrt()
-    share = MEAN_SQUARE + DEVIATIONS * DEVIATION / inside.sum((1, 3)).sqrt()
-    norms = blocks.to(torch.float64).square().sum((1, 3)).sqrt()
-    nearest = (_nearest(blocks, scales, fmt) - blocks).to(torch.float64).square().sum((1, 3)).sqrt()
-    allowed = torch.maximum(worst * share.clamp_max(1).sqrt(), SLACK * torch.hypot(nearest, BF16_SCALE * norms))
+    share = MEAN_SQUARE + DEVIATIONS * DEVIATION / count.sqrt()
+    norms = norm.sqrt()
+    allowed = torch.maximum(
+        worst.sqrt() * share.clamp_max(1).sqrt(), SLACK * torch.hypot(nearest.sqrt(), BF16_SCALE * norms)
+    )
     rounding = 2.0**-22 * norms  # of code * scale in fp32
-    return torch.where(blocks.abs().amax((1, 3)) == 0, torch.zeros_like(allowed), allowed + rounding)
+    return torch.where(norm == 0, torch.zeros_like(allowed), allowed + rounding)
+
+
+def allowed_rounding(reference: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
+    """The same for a format without scales, whose one block is the matrix: float64 [1, 1].
+
+    Half a step is allowed, which is nothing if the source, fp32 [N, K], is on the grid itself.
+    """
+    exact = bool((fmt.nearest(reference) == reference).all())
+    return block_norms(torch.zeros_like(reference) if exact else fmt.half_step(reference), fmt)

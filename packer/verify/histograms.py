@@ -31,6 +31,11 @@ class Histogram:
             exponents = q.scales.clamp_min(2.0**-149).log2().floor().nan_to_num(0, 0, 0).to(torch.int64)
             self.scales += torch.bincount(exponents.flatten() + EXPONENTS // 2, minlength=EXPONENTS)
 
+    def merge(self, other: Histogram) -> None:
+        """Add what another one has counted."""
+        self.codes += other.codes
+        self.scales += other.scales
+
     def to_json(self, fmt: WeightFormat) -> dict[str, object]:
         """Bars with labels: codes as their format groups them, scales by power of two."""
         labels, counts = fmt.bars(self.codes)

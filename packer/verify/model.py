@@ -9,6 +9,7 @@ import torch
 from tilewright.kernels.errors import VerifyError
 
 from ..progress import Progress, Silent
+from ..threads import threads_for
 from .distributions import AgreementSum
 from .results import LayerDrift, ModelResult
 from .stream import Call, StreamedModel
@@ -65,7 +66,7 @@ def compare_models(
     if reference.depth != candidate.depth:
         raise VerifyError(f"the candidate has {candidate.depth} decoder layers, the reference {reference.depth}")
     steps = [windows.shape[1] - decode_steps] + [1] * decode_steps
-    with torch.inference_mode():
+    with torch.inference_mode(), threads_for(max(side.largest_layer for side in sides)):
         batches = [_begin(sides, part, steps) for part in windows.split(max(1, BATCH_TOKENS // windows.shape[1]))]
         drift = _drift(sides, batches, progress or Silent())
         overall, decode = AgreementSum(), AgreementSum()

@@ -86,6 +86,11 @@ class StreamedModel:
         """Number of decoder layers."""
         return len(self._layers)
 
+    @property
+    def largest_layer(self) -> int:
+        """Weights of the largest decoder layer."""
+        return max((sum(t.numel() for t in layer.state_dict().values()) for _, layer in self._layers), default=0)
+
     def module(self, index: int) -> tuple[str, nn.Module]:
         """Path of decoder layer `index` in the model, and the layer itself, which has weights inside `layer` only."""
         return self._layers[index]

@@ -125,7 +125,7 @@ def _tensor(result: TensorResult) -> dict[str, Any]:
         "relative_error": error.relative if error else None,
         "bound": error.bound if error else None,
         "ratio": error.ratio if error else None,
-        "strays": len(error.strays) if error else 0,
+        "outliers": len(error.outliers) if error else 0,
         "max_error": error.largest if error else None,
         "sqnr_db": error.sqnr_db if error else None,
         "note": result.note,

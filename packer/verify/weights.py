@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -14,7 +15,7 @@ from tilewright.kernels.formats import BF16
 from tilewright.kernels.tensors import QTensor
 
 from ..checkpoint.contents import Contents, LogicalTensor
-from .weight_error import WeightError, coded_error, weight_error
+from .weight_error import EQUAL, WeightError, coded_error, value_error
 
 Status = Literal["ok", "equal", "dropped", "above the bound", "differs", "missing", "unexpected"]
 FAILED: tuple[Status, ...] = ("missing", "unexpected", "differs", "above the bound")
@@ -51,13 +52,19 @@ class TensorResult:
         if self.error is None:
             return (math.inf if self.failed else 0.0, 0.0)
         relative = self.error.relative
-        strays = len(self.error.strays)
-        return (max(self.error.ratio, 1.0 + strays if strays else 0.0), math.inf if math.isnan(relative) else relative)
+        outliers = len(self.error.outliers)
+        return (
+            max(self.error.ratio, 1.0 + outliers if outliers else 0.0),
+            math.inf if math.isnan(relative) else relative,
+        )
+
+
+Comparison = tuple[TensorResult, QTensor | None]
 
 
 def compare_weights(
     reference: Contents, candidate: Contents, max_relative: float | None = None
-) -> Iterator[tuple[TensorResult, QTensor | None]]:
+) -> Iterator[Comparison]:
     """Compare every tensor of two directories, one at a time.
 
     Args:
@@ -68,24 +75,40 @@ def compare_weights(
     Yields:
         The verdict, and the candidate's codes where it has some, for histograms.
     """
+    for _, compare in comparisons(reference, candidate, max_relative):
+        yield compare()
+
+
+def comparisons(
+    reference: Contents, candidate: Contents, max_relative: float | None = None
+) -> Iterator[tuple[int, Callable[[], Comparison]]]:
+    """The same as tasks that may run side by side: elements of the tensor, and what compares it."""
+
+    def compare(source: LogicalTensor, found: LogicalTensor) -> Comparison:
+        result = compare_weight(source, found, max_relative, feedback=candidate.feedback)
+        reference.forget(source)
+        candidate.forget(found)
+        return result
+
+    def absent(weight: LogicalTensor, status: Status, note: str) -> tuple[int, Callable[[], Comparison]]:
+        return 0, lambda: (TensorResult(weight.name, status, weight.shape, note=note), None)
+
     for name, source in reference.weights.items():
         found = candidate.find(name)
         if found is not None:
-            yield compare_weight(source, found, max_relative, feedback=candidate.feedback)
-            reference.forget(source)
-            candidate.forget(found)
+            yield math.prod(source.shape), partial(compare, source, found)
         elif name in candidate.dropped:
-            yield TensorResult(name, "dropped", source.shape, note=candidate.dropped[name]), None
+            yield absent(source, "dropped", candidate.dropped[name])
         elif name not in reference.aliases:
-            yield TensorResult(name, "missing", source.shape, note=f"not in {candidate.title}"), None
+            yield absent(source, "missing", f"not in {candidate.title}")
     for name, weight in candidate.weights.items():
         if reference.find(name) is None:
-            yield TensorResult(name, "unexpected", weight.shape, note=f"not in {reference.title}"), None
+            yield absent(weight, "unexpected", f"not in {reference.title}")
 
 
 def compare_weight(
     source: LogicalTensor, found: LogicalTensor, max_relative: float | None = None, *, feedback: bool = False
-) -> tuple[TensorResult, QTensor | None]:
+) -> Comparison:
     """Compare one tensor with its counterpart; both are read here and forgotten.
 
     Args:
@@ -107,16 +130,36 @@ def compare_weight(
         return _compare_kept(source, stored), None
     fmt = stored.format
     exact = source.format is not None and source.format.id == fmt.id
-    error = coded_error(source.values(), stored, exact=exact, feedback=feedback)
+    original = source.read()
+    if isinstance(original, QTensor):
+        same = exact and _equal_codes(original, stored)
+        error = EQUAL if same else coded_error(original.dequantize(), stored, exact=exact, feedback=feedback)
+    else:
+        error = coded_error(original, stored, exact=exact, feedback=feedback)
     above = not error.relative <= max_relative if max_relative is not None else not error.sound
     status: Status = "above the bound" if above else "equal" if error.relative == 0 else "ok"
     note = _explain(error, exact, max_relative) if above else ""
     return TensorResult(source.name, status, source.shape, fmt.id, error, note), stored
 
 
+def _equal_codes(one: QTensor, other: QTensor) -> bool:
+    """Whether two matrices of one format are the same bit for bit."""
+
+    def equal(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+        return a is b if a is None or b is None else torch.equal(_bits(a), _bits(b))
+
+    return equal(one.codes, other.codes) and equal(one.scales, other.scales) and equal(one.zeros, other.zeros)
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor as integers of its width, so that NaN equals itself and 0 is not -0."""
+    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    return tensor.contiguous().view(width)
+
+
 def _compare_values(source: LogicalTensor, found: LogicalTensor, max_relative: float | None) -> TensorResult:
     """A candidate whose encoding fits none of our formats: it has no bound of its own, only a given limit."""
-    error = weight_error(source.values(), found.values(), BF16, exact=False)
+    error = value_error(source.values(), found.values(), BF16, exact=False)
     limit = 0.0 if max_relative is None else max_relative
     above = not error.relative <= limit
     status: Status = "above the bound" if above else "equal" if error.relative == 0 else "ok"
@@ -134,10 +177,10 @@ def _compare_kept(source: LogicalTensor, stored: torch.Tensor) -> TensorResult:
     elif original.dtype != stored.dtype:
         same, note = False, f"dtype {stored.dtype}, the reference has {original.dtype}"
     else:
-        width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[stored.dtype.itemsize]
-        changed = original.contiguous().view(width) != stored.contiguous().view(width)
-        same = not bool(changed.any())
-        note = "" if same else f"{int(changed.sum())} of {stored.numel()} elements differ, copies keep every bit"
+        same, note = torch.equal(_bits(original), _bits(stored)), ""
+        if not same:
+            changed = int((_bits(original) != _bits(stored)).sum())
+            note = f"{changed} of {stored.numel()} elements differ, copies keep every bit"
     return TensorResult(source.name, "equal" if same else "differs", source.shape, note=note)
 
 
@@ -147,7 +190,7 @@ def _explain(error: WeightError, exact: bool, max_relative: float | None) -> str
     if exact:
         return f"relative error {error.relative:.3g} between equal formats, repacking loses nothing"
     if error.ratio <= 1:
-        row, column = error.strays[0]
-        return f"codes do not belong to their scale in {len(error.strays)} blocks, the first is [{row}, {column}]"
+        row, column = error.outliers[0]
+        return f"codes do not belong to their scale in {len(error.outliers)} blocks, the first is [{row}, {column}]"
     row, column = error.block
     return f"{error.ratio:.3g} times the error that the format allows in block [{row}, {column}] of scales"

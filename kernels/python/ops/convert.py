@@ -61,6 +61,30 @@ def squared_error(weight: Tensor, scales: Tensor, fmt: WeightFormat) -> Tensor:
     return result
 
 
+def code_errors(weight: Tensor, codes: Tensor, scales: Tensor, ideal: Tensor, fmt: WeightFormat) -> Tensor:
+    """What verification measures of each block of a quantized weight beside its source; see `BlockMeasures` in packer.
+
+    For formats with a `native` grid.
+
+    Args:
+        weight: The source, fp32, bf16 or fp16 [N, K].
+        codes: `fmt.code_dtype` [N, K].
+        scales: fp32 [scale_rows, scale_columns], those of the codes.
+        ideal: fp32 of the same shape, above zero: those that the format's own rule gives for the source.
+        fmt: The format.
+
+    Returns:
+        float64 [scale_rows, scale_columns, 7]: sums of squares of the difference, the source, half a step, and the
+        error of the nearest code, the latter two under `ideal`; numbers further than half a step from their code; the
+        largest difference; the largest code.
+    """
+    grid, scales = fmt.native, scales.contiguous()
+    result: Tensor = torch.ops.tilewright.code_errors(
+        _rows(weight), codes.contiguous(), scales, ideal.contiguous(), grid, fmt.block_n, fmt.block_k
+    )
+    return result
+
+
 def scale_codes(codes: Tensor, scales: Tensor, block_n: int, block_k: int, first_row: int = 0) -> Tensor:
     """Values of some rows of a quantized weight, `code * scale` in fp32.
 

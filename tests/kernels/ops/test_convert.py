@@ -57,6 +57,22 @@ def test_same_bits_as_the_formulas(fmt: WeightFormat, dtype: torch.dtype) -> Non
             assert same(error, squared_error_formula(weight.float(), scales, fmt)), (n, k)
 
 
+@pytest.mark.parametrize("fmt", SCALED, ids=lambda fmt: fmt.id)
+def test_code_errors_have_the_same_bits_on_every_instruction_set(fmt: WeightFormat) -> None:
+    """tests/packer/verify/test_weights.py compares them with their formula."""
+    here = ops.isa()
+    for seed, (n, k) in enumerate([(3, 96), (129, 256), (2, 4096 + 77), (257, 1)]):
+        weight = weights((n, k), torch.bfloat16, seed)
+        ideal = scales_from_amax(convert.block_amax(weight, fmt), fmt)
+        scales = ideal * torch.where(torch.arange(ideal.shape[1]) % 3 == 1, 1.1, 1.0)
+        codes = convert.encode(weight, ideal, fmt)
+        found = []
+        for name in (here, "portable"):
+            ops.select_isa(name)
+            found.append(convert.code_errors(weight, codes, scales, ideal, fmt))
+        assert same(*found), (n, k)
+
+
 @pytest.mark.parametrize("k", [1, 2, 45, 300, 4097, 9000])
 def test_odd_widths(k: int) -> None:
     for fmt in (INT8, FP8):

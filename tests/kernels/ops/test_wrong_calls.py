@@ -142,6 +142,11 @@ def other_cases(m: int, n: int, k: int) -> Iterator[Case]:
     whole = torch.randint(-127, 128, (m, k)).float()
     yield Case("encode", {"weight": whole, **grid}, whole.to(torch.int8), 0.0, ("weight",))
     yield Case("squared_error", {"weight": whole, **grid}, torch.zeros(m, 1), 0.0, ("weight",))
+    zero, squares = torch.zeros(m, dtype=torch.float64), whole.double().square().sum(1)
+    quarter, most = zero + k / 4, whole.abs().amax(1).double()
+    measured = torch.stack([zero, squares, quarter, zero, zero, zero, most], -1)[:, None]
+    compared = {"weight": whole, "codes": whole.to(torch.int8), "scales": ones, "ideal": ones, "grid": "int8"}
+    yield Case("code_errors", compared | blocks, measured, 0.0, ("weight",))
     scaled = {"codes": whole.to(torch.int8), "scales": ones, "kind": "int8", **blocks, "row0": 0}
     yield Case("scale_codes", scaled, whole, 0.0, ())
     pairs = torch.randint(0, 16, (m, 2 * k)).byte()

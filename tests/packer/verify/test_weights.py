@@ -17,7 +17,8 @@ from tilewright.packer.solvers import SOLVERS
 from tilewright.packer.solvers.blocks import block_amax, encode
 from tilewright.packer.solvers.gptq import ErrorFeedback
 from tilewright.packer.solvers.solver import Solver
-from tilewright.packer.verify.bounds import allowed_error, block_norms
+from tilewright.packer.verify.bounds import allowed_error
+from tilewright.packer.verify.measures import measure, measure_formula
 from tilewright.packer.verify.weight_error import coded_error
 from tilewright.packer.verify.weights import TensorResult, compare_weights
 
@@ -162,7 +163,7 @@ def test_a_scale_that_is_only_a_little_wrong_is_seen(fmt: WeightFormat) -> None:
     scales[1, -1] *= 1.1
     error = coded_error(weight, QTensor(fmt, q.codes, scales), exact=False)
     assert not error.sound
-    assert error.strays == ((1, scales.shape[1] - 1),)
+    assert error.outliers == ((1, scales.shape[1] - 1),)
 
 
 def test_error_feedback_is_no_damage() -> None:
@@ -172,7 +173,7 @@ def test_error_feedback_is_no_damage() -> None:
     mixed = inputs @ (torch.eye(256) + torch.randn(256, 256) / 10)  # columns that are much alike
     fmt = replace(INT4_G128, scale_dtype=torch.float32)
     q = ErrorFeedback(SOLVERS["mse"]).solve(weight, (mixed.T @ mixed).double(), fmt)
-    assert coded_error(weight, q, exact=False).strays == ()
+    assert coded_error(weight, q, exact=False).outliers == ()
     assert not coded_error(weight, q, exact=False).sound
     assert coded_error(weight, q, exact=False, feedback=True).sound
     assert q.scales is not None
@@ -195,7 +196,7 @@ def test_large_weights_are_judged_in_runs_of_rows(fmt: WeightFormat, monkeypatch
     for run in (1 << 20, 3000):
         monkeypatch.setattr("tilewright.packer.verify.bounds.RUN", run)
         found.append(coded_error(weight, q, exact=False))
-    assert found[0].strays == found[1].strays
+    assert found[0].outliers == found[1].outliers
     assert found[0].largest == found[1].largest
     if fmt.has_scales:
         assert found[0].block == found[1].block == (1, 0)
@@ -271,5 +272,47 @@ def test_bound_is_as_sharp_as_the_format() -> None:
     torch.manual_seed(1)
     weight = torch.randn(512, 1024)
     for fmt in SCALED:
-        error = block_norms(rtn(weight, fmt).dequantize() - weight, fmt)
-        assert bool((allowed_error(weight, fmt) < 1.8 * error).float().mean() > 0.9), fmt.id
+        found = measure(weight, rtn(weight, fmt))
+        allowed = allowed_error(found.norm, found.worst, found.nearest, found.count)
+        assert bool((allowed < 1.8 * found.error.sqrt()).float().mean() > 0.9), fmt.id
+
+
+@pytest.mark.parametrize("fmt", SCALED, ids=lambda fmt: fmt.id)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_the_native_measures_are_those_of_the_formula(fmt: WeightFormat, dtype: torch.dtype) -> None:
+    """Odd sizes, zeros, tiny and huge rows, wrong scales, cut-off codes: every sum, count and maximum."""
+    for seed, (n, k) in enumerate(((1, 1), (3, 96), (130, 300), (5, 1500), (257, 64))):
+        generator = torch.Generator().manual_seed(seed)
+        size = torch.exp2(
+            torch.randint(-9, 9, (n, 1), generator=generator).float() * (1 if dtype.itemsize == 2 else 13)
+        )
+        weight = (torch.randn(n, k, generator=generator) * size).to(dtype)
+        weight[torch.rand(n, k, generator=generator) < 0.05] = 0
+        q = rtn(weight.float(), fmt)
+        assert q.scales is not None
+        q.scales.mul_(1 + 0.3 * (torch.rand(q.scales.shape, generator=generator) < 0.2))
+        found = measure(weight, q)
+        error, norm, worst, nearest, outside, largest, code = measure_formula(weight, q).unbind(-1)
+        for ours, theirs in (
+            *((found.error, error), (found.norm, norm), (found.worst, worst), (found.nearest, nearest)),
+        ):
+            torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=0)
+        assert torch.equal(found.outside, outside)
+        assert torch.equal(found.largest, largest)
+        assert torch.equal(found.code, code)
+        assert found.count.sum() == n * k
+
+
+def test_codes_and_scales_that_are_not_finite_are_seen() -> None:
+    weight = torch.randn(130, 140)
+    q = rtn(weight, FP8)
+    assert q.scales is not None
+    for place, value in (((0, 1), math.nan), ((1, 1), math.inf), ((1, 0), 0.0)):
+        scales = q.scales.clone()
+        scales[place] = value
+        assert not coded_error(weight, QTensor(FP8, q.codes, scales), exact=False).sound
+    codes = q.codes.view(torch.uint8).clone()
+    codes[129, 3] = 0x7F  # NaN
+    error = coded_error(weight, QTensor(FP8, codes.view(FP8.code_dtype), q.scales), exact=False)
+    assert not error.sound
+    assert math.isnan(error.largest)

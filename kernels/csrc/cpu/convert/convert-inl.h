@@ -250,7 +250,10 @@ void scale_codes_entry(const Blocks* b, const float* scales, Code code, int64_t 
 
 }  // namespace
 
+#include "compare-inl.h"
+
 #define TILEWRIGHT_CONVERT(name)                                                                        \
   extern "C" __attribute__((visibility("hidden"))) const tilewright::Convert tilewright_convert_##name; \
   const tilewright::Convert tilewright_convert_##name = {                                               \
-      block_amax_entry, encode_entry, squared_error_entry, join, split, scale_codes_entry, pack_words, pack_int4};
+      block_amax_entry, encode_entry, squared_error_entry, join, split, scale_codes_entry,              \
+      pack_words,       pack_int4,    code_errors_entry};

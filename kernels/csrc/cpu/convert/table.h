@@ -30,6 +30,17 @@ struct Words {
   int64_t blocks() const { return parts * ((n + kBlockN - 1) / kBlockN); }
 };
 
+constexpr int64_t kMeasures = 7;  // of a block: see `code_errors`
+
+// A quantized weight beside its source.
+struct Comparison {
+  Blocks weight;         // the source
+  const uint8_t* codes;  // [n, k]
+  const float* scales;   // [rows, columns]
+  const float* ideal;    // [rows, columns], above zero: what the format's own rule gives for the source
+  double* out;           // [rows, columns, kMeasures], zeros at first
+};
+
 // One instruction set. Functions work on the scale rows or blocks begin..end and may run on several threads for
 // disjoint ranges. `scales` is [rows, columns].
 struct Convert {
@@ -53,6 +64,10 @@ struct Convert {
   // Blocks begin..end of cpu-vnni-int4; zeros [parts, n, ceil(row_bytes / group)].
   void (*pack_int4)(const Words*, const uint8_t* zeros, int64_t block_k, int64_t group, int64_t begin, int64_t end,
                     uint8_t* out);
+  // For each block, sums of squares of code * scale - number, number, half a step under `ideal`, and
+  // nearest(number / ideal) * ideal - number; how many numbers lie further than half a step from their code (less what
+  // is cut off, and what a scale rounded to bf16 explains); the largest difference; the largest code.
+  void (*code_errors)(const Comparison*, Code, int64_t begin, int64_t end);
 };
 
 // Floats that squared_error needs: one row of blocks after the sums along K, and one block row of errors.
