@@ -51,8 +51,7 @@ def measure(reference: torch.Tensor, q: QTensor) -> BlockMeasures:
         q: The candidate [N, K].
     """
     assert q.scales is not None
-    plain = q.zeros is None or bool((q.zeros == q.format.zero_point).all())
-    if q.format.native and plain and reference.dtype in NATIVE:
+    if q.format.native and q.format.has_usual_zeros(q.zeros) and reference.dtype in NATIVE:
         grids = convert.code_errors(reference, q.codes, q.scales, ideal_scales(reference, q.format), q.format)
     else:
         grids = measure_formula(reference, q)

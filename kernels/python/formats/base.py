@@ -80,6 +80,10 @@ class WeightFormat(ABC):
             return steps - spread[..., : codes.shape[-1]]
         return steps - self.zero_point if self.zero_point else steps
 
+    def has_usual_zeros(self, zeros: torch.Tensor | None) -> bool:
+        """Whether zero points are `zero_point` everywhere, so that nothing is lost without them."""
+        return zeros is None or bool((zeros == self.zero_point).all())
+
     @property
     def has_scales(self) -> bool:
         """Whether codes need scales to become values."""
