@@ -10,10 +10,9 @@ from tilewright.kernels.tensors import Reject, TensorSpec
 
 from ..families import family_of
 from ..families.experts import ExpertSpellings
-from .encoding import ACTIVATION_SUFFIXES, StoredWeight, TensorGroup
+from .declared import Declared, Fields, QuantMethod, UnreadConfigError
+from .encoding import ACTIVATION_SUFFIXES, Encoding, StoredWeight, TensorGroup
 from .encodings import ENCODINGS
-
-READABLE = ("fp8", "compressed-tensors", "w8a8_int8", "w4afp8", "blockwise_int8", "modelopt")
 
 
 @dataclass(frozen=True)
@@ -51,21 +50,41 @@ def detect_weights(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -
     Returns:
         The inventory; each name of `specs` is in exactly one weight, in `loose`, or behind a reject.
     """
-    block = quantization_config(config)
     inventory = Inventory()
-    method = block.get("quant_method")
-    if block and method not in READABLE:
-        hint = "pack-for-cpu --unpack turns it back" if method == "tilewright" else f"known: {', '.join(READABLE)}"
-        what = "already packed" if method == "tilewright" else f"quantized by `{method}`, which is not read"
-        inventory.rejects.append(Reject("config.json", f"the source is {what}", hint))
-    groups = _groups(specs, block, family_of(config).experts)
+    declared, method = _declared(quantization_config(config), inventory)
+    groups = _groups(specs, declared, method, family_of(config).experts)
+    refused = bool(inventory.rejects)
     owned = {name for group in groups.values() for name in group.names.values()}
     for name in specs:
         if name in groups:
             _claim(groups[name], inventory)
         elif name not in owned:
             _loose(name, inventory)
+    if refused:  # what cannot be read without the config follows from that, and need not be told
+        del inventory.rejects[1:]
     return inventory
+
+
+def _methods() -> dict[str, QuantMethod]:
+    return {method.id: method for encoding in ENCODINGS.values() for method in encoding.methods}
+
+
+def _declared(block: Mapping[str, Any], inventory: Inventory) -> tuple[Declared, str]:
+    """What the quantization config says of each module, and its `quant_method`; refusals go into the inventory."""
+    if not block:
+        return (lambda _: None), ""
+    method, methods = str(block.get("quant_method")), _methods()
+    if method not in methods:
+        is_packed = method == "tilewright"
+        hint = "pack-for-cpu --unpack turns it back" if is_packed else f"known: {', '.join(methods)}"
+        what = "already packed" if is_packed else f"quantized by `{method}`, which is not read"
+        inventory.rejects.append(Reject("config.json", f"the source is {what}", hint))
+        return (lambda _: None), method
+    try:
+        return methods[method].read(Fields(block)), method
+    except UnreadConfigError as error:
+        inventory.rejects.append(error.reject)
+        return (lambda _: None), method
 
 
 def _claim(group: TensorGroup, inventory: Inventory) -> None:
@@ -75,10 +94,15 @@ def _claim(group: TensorGroup, inventory: Inventory) -> None:
         names = group.names
         inventory.rejects.append(Reject(names[first], f"stands beside `{names[further[0]]}`: which one counts?"))
         return
-    found = next((found for encoding in ENCODINGS.values() if (found := encoding.detect(group)) is not None), None)
+    found: StoredWeight | Reject | None = None
+    for encoding in ENCODINGS.values():
+        if found := encoding.detect(group):
+            found = _unknown_partner(found, group, encoding) or found
+            break
     if isinstance(found, Reject):
         inventory.rejects.append(found)
     elif found is not None:
+        inventory.loose.extend(name for name in group.names.values() if name not in (*found.tensors, *found.companions))
         shared = tuple(group.specs[suffix].shape[:1] == found.shape[:1] for suffix in _suffixes_of(found, group))
         inventory.weights.append(replace(found, bare=group.names.get("weight") == group.module, per_expert=shared))
     elif len(group.specs) > 1:
@@ -87,6 +111,16 @@ def _claim(group: TensorGroup, inventory: Inventory) -> None:
         inventory.rejects.append(group.reject(reason, suffix=first))
     else:
         inventory.loose.extend(group.names.values())
+
+
+def _unknown_partner(found: StoredWeight | Reject, group: TensorGroup, encoding: Encoding) -> Reject | None:
+    """A refusal of a quantized weight beside tensors that its encoding does not know; they may change its values."""
+    if isinstance(found, Reject) or not found.quantized:
+        return None
+    known = {*encoding.suffixes, *ACTIVATION_SUFFIXES}
+    strangers = [name for suffix, name in group.names.items() if suffix not in known]
+    reason = f"is {found.encoding}, and `{', '.join(strangers)}` beside it is not known to belong to that"
+    return Reject(found.tensors[0], reason) if strangers else None
 
 
 def _suffixes_of(weight: StoredWeight, group: TensorGroup) -> list[str]:
@@ -107,7 +141,7 @@ def _loose(name: str, inventory: Inventory) -> None:
 
 
 def _groups(
-    specs: Mapping[str, TensorSpec], config: Mapping[str, Any], experts: ExpertSpellings
+    specs: Mapping[str, TensorSpec], declared: Declared, method: str, experts: ExpertSpellings
 ) -> dict[str, TensorGroup]:
     """Name of the codes -> group, for every module path that has a tensor of codes which could be a matrix."""
     codes = _code_suffixes()
@@ -126,7 +160,9 @@ def _groups(
             found_names.setdefault("input_scale", spelled)
         names = dict(sorted(found_names.items(), key=lambda item: known[item[0]]))
         group_specs = {suffix: specs[name] for suffix, name in names.items()}
-        groups[first] = TensorGroup(module, group_specs, names, config, experts.find_stack(module) is not None)
+        asked = experts.canonical(module)
+        is_stack = experts.find_stack(module) is not None
+        groups[first] = TensorGroup(module, group_specs, names, declared(asked), method, is_stack)
     return groups
 
 

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.ops.convert import all_finite
 from tilewright.kernels.tensors import QTensor, Reject, TensorSpec
+
+from .declared import DeclaredNumbers, QuantMethod
 
 # Tensors beside a weight that no encoding needs for its values: scales of activations.
 ACTIVATION_SUFFIXES = ("input_scale", "input_zero_point", "activation_scale")
@@ -113,14 +115,16 @@ class TensorGroup:
         module: Module path.
         specs: Suffix -> specification; "weight" for a parameter without a suffix, too.
         names: Suffix -> tensor name.
-        config: The source's quantization_config, empty if there is none.
+        declared: What the source's config says about the weight; None if it says that it is not quantized, or nothing.
+        method: The source's `quant_method`; empty if it has no quantization config.
         stack: Whether the path is that of a stack of experts.
     """
 
     module: str
     specs: Mapping[str, TensorSpec]
     names: Mapping[str, str]
-    config: Mapping[str, object]
+    declared: DeclaredNumbers | None = None
+    method: str = ""
     stack: bool = False
 
     def is_matrix(self, suffix: str = "weight") -> bool:
@@ -131,6 +135,40 @@ class TensorGroup:
     def others(self, *suffixes: str) -> tuple[str, ...]:
         """Names of all tensors but those of these suffixes."""
         return tuple(name for suffix, name in self.names.items() if suffix not in suffixes)
+
+    def missing(self, *suffixes: str) -> Reject | None:
+        """A refusal if one of these tensors is not there."""
+        lacking = [suffix for suffix in suffixes if suffix not in self.specs]
+        if not lacking:
+            return None
+        present = next(iter(self.names.values()))
+        hint = "it may be in a shard that is missing; fetch the checkpoint again"
+        return Reject(present, f"has no `{self.module}.{lacking[0]}`, which belongs to it", hint)
+
+    def undeclared(self, what: str, suffix: str) -> Reject:
+        """A refusal of codes that the config says nothing about, so that nothing tells how to read them."""
+        said = f"of `{self.method}` says that this module is not quantized" if self.method else "is missing"
+        reason = f"looks like {what}, but the quantization config {said}"
+        return self.reject(reason, "restore config.json as it was published", suffix)
+
+    def mismatch(self, expected: Mapping[str, tuple[Any, Any]], declared: str) -> Reject | None:
+        """A refusal if a tensor is not what the config demands.
+
+        Args:
+            expected: Suffix -> type or types, and shape or set of shapes.
+            declared: What the config says, for people.
+        """
+        for suffix, (types, shapes) in expected.items():
+            spec = self.specs[suffix]
+            known_types = types if isinstance(types, tuple) else (types,)
+            known_shapes = shapes if isinstance(shapes, set) else {tuple(shapes)}
+            if spec.dtype not in known_types or tuple(spec.shape) not in known_shapes:
+                names = " or ".join(str(kind).removeprefix("torch.") for kind in known_types)
+                wanted = f"{names} {' or '.join(str(list(shape)) for shape in sorted(known_shapes))}"
+                found = f"{str(spec.dtype).removeprefix('torch.')} {list(spec.shape)}"
+                reason = f"is {found}; with {declared}, as config.json says, it has to be {wanted}"
+                return self.reject(reason, suffix=suffix)
+        return None
 
     def reject(self, reason: str, hint: str | None = None, suffix: str = "weight") -> Reject:
         """A refusal that names the tensor of this suffix."""
@@ -147,6 +185,10 @@ class Encoding(Protocol):
     @property
     def suffixes(self) -> tuple[str, ...]:
         """Last parts of the names of its tensors, that of the codes first: `weight`, `qweight`, `weight.absmax`."""
+
+    @property
+    def methods(self) -> tuple[QuantMethod, ...]:
+        """Readers of the quantization configs that announce it."""
 
     def detect(self, group: TensorGroup) -> StoredWeight | Reject | None:
         """The weight that a group holds in this encoding; why it cannot be read; None if it is another encoding."""

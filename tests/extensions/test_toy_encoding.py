@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from tilewright.kernels.formats import FORMATS, INT8, WeightFormat
 from tilewright.kernels.tensors import QTensor, Reject
+from tilewright.packer.checkpoint.declared import QuantMethod
 from tilewright.packer.checkpoint.encoding import Decoder, StoredWeight, TensorGroup
 from tilewright.packer.checkpoint.encodings import ENCODINGS
 from tilewright.packer.checkpoint.files import open_checkpoint
@@ -43,6 +44,7 @@ class Backwards:
 
     id: str = "backwards"
     suffixes: tuple[str, ...] = ("backwards", "halves")
+    methods: tuple[QuantMethod, ...] = ()
 
     def detect(self, group: TensorGroup) -> StoredWeight | Reject | None:
         if "backwards" not in group.specs:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from tilewright.kernels.registry import Registry
 
 from ..encoding import Encoding
+from .awq import AWQ
+from .fp4 import DEEPSEEK_FP4, FP4_PACKED, GPT_OSS, MODELOPT_FP4
+from .gptq import GPTQ
 from .pack_quantized import PACK_QUANTIZED
 from .plain import PLAIN
 from .scaled import SCALED
@@ -14,6 +17,12 @@ ENCODINGS: Registry[Encoding] = Registry(
     "encoding",
     (
         PACK_QUANTIZED,
+        FP4_PACKED,
+        MODELOPT_FP4,
+        DEEPSEEK_FP4,
+        GPT_OSS,
+        AWQ,
+        GPTQ,
         W4AFP8_EXPERT,
         SCALED,
         PLAIN,

@@ -10,7 +10,8 @@ import torch
 from tilewright.kernels.formats import BF16, WeightFormat
 from tilewright.kernels.tensors import QTensor, Reject
 
-from ..encoding import Decoder, StoredWeight, TensorGroup, TransposedDecoder
+from ..declared import QuantMethod
+from ..encoding import ACTIVATION_SUFFIXES, Decoder, StoredWeight, TensorGroup, TransposedDecoder
 
 NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64"}
 
@@ -38,6 +39,7 @@ class Plain:
 
     id: str = "plain"
     suffixes: tuple[str, ...] = ("weight",)
+    methods: tuple[QuantMethod, ...] = ()
 
     def detect(self, group: TensorGroup) -> StoredWeight | Reject | None:
         """See `Encoding.detect`."""
@@ -53,7 +55,7 @@ class Plain:
         return StoredWeight(
             group.module,
             (group.names["weight"],),
-            group.others("weight"),
+            tuple(name for suffix, name in group.names.items() if suffix in ACTIVATION_SUFFIXES),
             spec.shape,
             NAMES[spec.dtype],
             PlainDecoder(),

@@ -9,7 +9,9 @@ import torch
 from tilewright.kernels.formats import INT4_G128
 from tilewright.kernels.tensors import Reject
 
+from ..declared import QuantMethod
 from ..encoding import StoredWeight, TensorGroup
+from .fp8_methods import W4AFP8
 from .int4_groups import int4_weight
 
 
@@ -19,11 +21,14 @@ class W4Afp8Expert:
 
     id: str = "w4afp8"
     suffixes: tuple[str, ...] = ("weight", "weight_scale_inv")
+    methods: tuple[QuantMethod, ...] = (W4AFP8,)
 
     def detect(self, group: TensorGroup) -> StoredWeight | Reject | None:
         """See `Encoding.detect`."""
         spec, scale = group.specs.get("weight"), group.specs.get("weight_scale_inv")
         if spec is None or not group.is_matrix() or spec.dtype != torch.int8 or scale is None:
+            return None
+        if group.method and (group.declared is None or group.declared.packing != self.id):
             return None
         if len(scale.shape) != len(spec.shape) or spec.shape[-2] == 1:
             return None

@@ -11,6 +11,8 @@ from tilewright.kernels.formats import FP8, INT4_BY_GROUP
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.tensors import QTensor
 from tilewright.packer.plan import Source
+from tilewright.packer.quant_config import compressed_tensors
+from tilewright.packer.quant_config.inputs import QuantConfigInputs
 from tilewright.packer.schemes import SCHEMES
 
 Make = Callable[..., Any]
@@ -112,6 +114,10 @@ def test_int8_with_one_output_channel_keeps_its_codes(
     assert same_bytes(done[f"{MODULE}.weight_scale"], torch.full((1, 1), 0.37))
 
 
+def int4_block(group: int) -> dict[str, Any]:
+    return compressed_tensors.write_int4(QuantConfigInputs((), group))
+
+
 def int4_source(module: str, group: int, n: int = 256, k: int = 256) -> tuple[dict[str, torch.Tensor], QTensor]:
     fmt = INT4_BY_GROUP[group]
     generator = torch.Generator().manual_seed(group)
@@ -123,7 +129,7 @@ def int4_source(module: str, group: int, n: int = 256, k: int = 256) -> tuple[di
 
 @pytest.mark.parametrize("group", [32, 64, 128])
 def test_pack_quantized_sources(group: int, make_checkpoint: Make, convert: Make) -> None:
-    block = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
+    block = int4_block(group)
     tensors, q = int4_source(MODULE, group)
     source = make_checkpoint(tensors, config(block))
     same = convert(source, "int4", group_size=group)
@@ -144,7 +150,7 @@ def experts(group: int) -> dict[str, torch.Tensor]:
 
 
 def test_int4_g128_to_w4afp8_is_a_change_of_bytes_only(make_checkpoint: Make, convert: Make) -> None:
-    done = convert(make_checkpoint(experts(128), config({"quant_method": "compressed-tensors"})), "w4afp8")
+    done = convert(make_checkpoint(experts(128), config(int4_block(128))), "w4afp8")
     _, q = int4_source(f"{EXPERT}.up_proj", 128)
     tensors = {s: done.tensors[f"{EXPERT}.up_proj.{s}"] for s in ("weight", "weight_scale_inv")}
     back = LAYOUTS["w4afp8-expert"].unpack(tensors, q.format, q.shape)
@@ -154,7 +160,7 @@ def test_int4_g128_to_w4afp8_is_a_change_of_bytes_only(make_checkpoint: Make, co
 
 
 def test_int4_g32_to_w4afp8_is_said_to_lose(make_checkpoint: Make, convert: Make) -> None:
-    done = convert(make_checkpoint(experts(32), config({"quant_method": "compressed-tensors"})), "w4afp8")
+    done = convert(make_checkpoint(experts(32), config(int4_block(32))), "w4afp8")
     assert any("int4 group 32 -> int4-g128: int4 weights are quantized a second time" in n for n in done.plan.notes)
     _, q = int4_source(f"{EXPERT}.up_proj", 32)
     tensors = {s: done.tensors[f"{EXPERT}.up_proj.{s}"] for s in ("weight", "weight_scale_inv")}
@@ -196,10 +202,21 @@ def test_missing_partners_refuse(suffix: str, make_checkpoint: Make, plan: Make)
 @pytest.mark.parametrize(
     ("tensors", "block", "message"),
     [
-        ({f"{MODULE}.weight": torch.ones(8, 8)}, {"quant_method": "gptq"}, "quantized by `gptq`, which is not read"),
+        ({f"{MODULE}.weight": torch.ones(8, 8)}, {"quant_method": "vptq"}, "quantized by `vptq`, which is not read"),
+        ({f"{MODULE}.weight": torch.ones(8, 8)}, {"quant_method": "gptq"}, "`quantization_config.bits` is missing"),
+        ({f"{MODULE}.weight": torch.ones(8, 8)}, FP8_CONFIG | {"shear": 1}, "`quantization_config.shear` is a key"),
         ({f"{MODULE}.weight": torch.ones(8, 8)}, {"quant_method": "tilewright"}, "already packed"),
-        (int4_source(MODULE, 32)[0] | {f"{MODULE}.weight_zero_point": torch.zeros(1)}, None, "has zero points"),
-        (int4_source(MODULE, 32)[0] | {f"{MODULE}.weight_g_idx": torch.zeros(1)}, None, "an activation order"),
+        (int4_source(MODULE, 32)[0], None, "the quantization config is missing"),
+        (
+            int4_source(MODULE, 32)[0] | {f"{MODULE}.weight_zero_point": torch.zeros(1)},
+            int4_block(32),
+            "has zero points, yet the config says that it is symmetric",
+        ),
+        (
+            int4_source(MODULE, 32)[0] | {f"{MODULE}.weight_g_idx": torch.zeros(1)},
+            int4_block(32),
+            "it has to be int32 or int64 [256]",
+        ),
         (
             {f"{MODULE}.weight": fp8_codes(128, 256), f"{MODULE}.weight_scale": torch.ones(3, 2)},
             FP8_CONFIG,

@@ -1,0 +1,173 @@
+"""What a source's config says about the numbers of its weights: each key is accounted for, or the source refused."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tilewright.kernels.errors import shown
+from tilewright.kernels.tensors import Reject
+
+
+class UnreadConfigError(Exception):
+    """A quantization config says something that no reader understands.
+
+    Attributes:
+        reject: What, for people.
+    """
+
+    def __init__(self, key: str, reason: str, hint: str | None = None) -> None:
+        super().__init__(f"{key}: {reason}")
+        self.reject = Reject("config.json", f"`{key}` {reason}", hint)
+
+
+class Fields:
+    """A JSON object of a config whose keys are taken one by one; `close` refuses what is left.
+
+    Args:
+        block: The object.
+        path: Where it stands, for messages: `quantization_config.config_groups.group_0`.
+    """
+
+    def __init__(self, block: Mapping[str, Any], path: str = "quantization_config") -> None:
+        self._left = dict(block)
+        self._path = path
+
+    def name(self, key: str) -> str:
+        """The full name of a key."""
+        return f"{self._path}.{key}"
+
+    def fail(self, key: str, reason: str, hint: str | None = None) -> UnreadConfigError:
+        """An error about a key."""
+        return UnreadConfigError(self.name(key), reason, hint)
+
+    def take(self, key: str, default: Any = None) -> Any:
+        """The value of a key, `default` if it is absent; it counts as read."""
+        return self._left.pop(key, default)
+
+    def choose(self, key: str, known: Sequence[Any], default: Any = None) -> Any:
+        """A value that must be one of `known`; null and absence mean `default`."""
+        value = self.take(key)
+        if value is None:
+            return default
+        if not any(value == option and type(value) is type(option) for option in known):
+            listed = ", ".join(map(str, known))
+            raise self.fail(key, f"is {shown(str(value))}, which is not read; known: {listed}")
+        return value
+
+    def number(self, key: str, default: int | None = None) -> int:
+        """An integer; null and absence mean `default`, where there is one."""
+        value = self.take(key, default)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self.fail(key, f"is {shown(str(value))}, an integer is expected")
+        return value
+
+    def flag(self, key: str, default: bool) -> bool:
+        """True or false."""
+        value = self.choose(key, (True, False), default)
+        return bool(value)
+
+    def names(self, key: str) -> list[str]:
+        """A list of texts; empty if it is absent or null."""
+        value = self.take(key) or []
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.fail(key, "is no list of names")
+        return value
+
+    def inner(self, key: str) -> Fields | None:
+        """An object below this one; None if it is absent or null."""
+        value = self.take(key)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise self.fail(key, f"is {shown(str(value))}, an object is expected")
+        return Fields(value, self.name(key))
+
+    def absent(self, *keys: str) -> None:
+        """Keys that change what the numbers mean, and are read only where they are absent, null, false or empty."""
+        for key in keys:
+            if value := self.take(key):
+                raise self.fail(key, f"is {shown(str(value))}, which is not read")
+
+    def skip(self, *keys: str) -> None:
+        """Keys that say nothing about stored weights, whatever their value: how they were made, how they are run."""
+        for key in keys:
+            self.take(key)
+
+    def close(self) -> None:
+        """Refuse keys that nothing has taken.
+
+        Raises:
+            UnreadConfigError: There are some.
+        """
+        if self._left:
+            names = ", ".join(self._left)
+            raise self.fail(
+                next(iter(self._left)),
+                f"is a key that the reader of this format does not know (of {names})",
+                "a key can change what the numbers mean; dequantize the source with the tool that wrote it",
+            )
+
+    def remaining(self) -> list[str]:
+        """Keys that are not taken yet."""
+        return list(self._left)
+
+
+@dataclass(frozen=True)
+class DeclaredNumbers:
+    """What a config says about the weight of one module.
+
+    Attributes:
+        kind: "int", "float" (FP8, FP4), or the name of another code table such as "nf4".
+        bits: Bits of a code; 0 where the config leaves it to the tensors.
+        block: Rows and columns that share a scale, 0 for all of them; None where the tensors tell.
+        symmetric: No zero points.
+        by_activation: Columns were grouped in the order of activations (`g_idx`, `weight_g_idx`).
+        packing: How codes lie, in the words of the format: "pack-quantized", "gptq_v2", "gemm".
+        scale_dtype: Stated type of the scales; empty where it is not stated.
+    """
+
+    kind: str
+    bits: int = 0
+    block: tuple[int, int] | None = None
+    symmetric: bool = True
+    by_activation: bool = False
+    packing: str = ""
+    scale_dtype: str = ""
+
+
+Declared = Callable[[str], DeclaredNumbers | None]
+
+
+class QuantMethod(Protocol):
+    """One `quant_method` of a config."""
+
+    @property
+    def id(self) -> str:
+        """The value of `quant_method`."""
+
+    def read(self, fields: Fields) -> Declared:
+        """Module path -> what is declared of its weight; None for modules that are not quantized.
+
+        Raises:
+            UnreadConfigError: A key, or a value, is not understood.
+        """
+
+
+def everywhere(numbers: DeclaredNumbers, unquantized: Sequence[str] = ()) -> Declared:
+    """The same numbers for all modules but those of a list."""
+    return lambda module: None if listed(module, unquantized) else numbers
+
+
+def listed(module: str, entries: Sequence[str]) -> bool:
+    """Whether a list of modules means this one: a path, its end, whole parts of it, or `re:` and a regex."""
+    for entry in entries:
+        if entry.startswith("re:"):
+            if re.match(entry[3:], module):
+                return True
+        elif f".{entry.strip('.')}." in f".{module}.":
+            return True
+    return False

@@ -1,0 +1,109 @@
+"""`quant_method: compressed-tensors`: what its config says about each module."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..declared import Declared, DeclaredNumbers, Fields
+
+FORMATS = (
+    *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
+    *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "dense"),
+)
+CLASSES = re.compile(r"[A-Z]\w*$")  # targets that are classes of modules: Linear
+SCALE_DTYPES = ("torch.float8_e4m3fn", "torch.uint8", "torch.bfloat16", "torch.float16", "torch.float32")
+
+
+@dataclass(frozen=True)
+class CompressedTensors:
+    """Groups of modules, each with the arguments of its weights."""
+
+    id: str = "compressed-tensors"
+
+    def read(self, fields: Fields) -> Declared:
+        """See `QuantMethod.read`."""
+        fields.take("quant_method")
+        form = fields.choose("format", (*FORMATS, "mixed-precision"), "dense")
+        fields.choose("quantization_status", ("compressed", "frozen"), "compressed")
+        sparsity = fields.inner("sparsity_config")
+        if sparsity:
+            sparsity.choose("format", ("dense",), "dense")
+            sparsity.skip("sparsity_structure", "targets", "ignore", "global_sparsity", "registry_requires_subclass")
+            sparsity.close()
+        fields.absent("transform_config", "moe_sparsity_config")
+        ignored = fields.names("ignore")
+        fields.skip(
+            "global_compression_ratio", "kv_cache_scheme", "version", "packed_modules_mapping", "run_compressed"
+        )
+        groups = fields.inner("config_groups")
+        found: list[tuple[list[str], DeclaredNumbers | None]] = []
+        for key in groups.remaining() if groups else []:
+            group = groups.inner(key) if groups else None
+            if group is None:
+                raise fields.fail("config_groups", f"holds no object under {key!r}")
+            targets = group.names("targets")
+            found.append((targets, _numbers(group, form)))
+            group.skip("input_activations", "output_activations")
+            group.close()
+        fields.close()
+        if groups is None:  # nothing is said but how codes lie: shapes have to tell
+            unsaid = DeclaredNumbers("", packing=form)
+            return lambda module: None if _names(module, ignored) else unsaid
+
+        def declared(module: str) -> DeclaredNumbers | None:
+            if _names(module, ignored):
+                return None
+            for exact in (True, False):
+                for targets, numbers in found:
+                    if _names(module, targets) if exact else any(CLASSES.match(target) for target in targets):
+                        return numbers
+            return None
+
+        return declared
+
+
+def _names(module: str, entries: Sequence[str]) -> bool:
+    """Whether entries name this module: by its path, or by `re:` and a regex from the beginning."""
+    return any(
+        re.match(entry[3:], module) is not None if entry.startswith("re:") else entry == module for entry in entries
+    )
+
+
+def _numbers(group: Fields, form: str) -> DeclaredNumbers | None:
+    """What one of `config_groups` says about weights; None if it leaves them alone."""
+    weights = group.inner("weights")
+    packing = group.choose("format", FORMATS, form)
+    if weights is None:
+        return None
+    kind = weights.choose("type", ("int", "float"), "int")
+    bits = weights.number("num_bits", 8)
+    size = weights.take("group_size")
+    strategies = ("tensor", "channel", "group", "block", "tensor_group")
+    default = "tensor" if size is None else "channel" if size == -1 else "group"
+    strategy = weights.choose("strategy", strategies, default)
+    structure = weights.take("block_structure")
+    if strategy in {"group", "tensor_group"} and not (isinstance(size, int) and size > 0):
+        raise weights.fail("group_size", f"is {size!r} with strategy `{strategy}`")
+    if strategy == "block":
+        is_pair = isinstance(structure, list) and len(structure) == 2 and all(type(x) is int for x in structure)
+        if not is_pair:
+            raise weights.fail("block_structure", f"is {structure!r}, two sizes are expected")
+    elif structure is not None:
+        raise weights.fail("block_structure", f"is {structure!r} with strategy `{strategy}`")
+    if strategy in {"tensor", "channel"} and size not in {None, -1}:
+        raise weights.fail("group_size", f"is {size!r} with strategy `{strategy}`")
+    order = weights.choose("actorder", ("weight", "static", "group", "dynamic", True, False))
+    weights.absent("dynamic")
+    scale_dtype = weights.choose("scale_dtype", SCALE_DTYPES, "")
+    weights.skip("observer", "observer_kwargs", "zp_dtype")
+    symmetric = weights.flag("symmetric", True)
+    weights.close()
+    blocks = {"tensor": (0, 0), "channel": (1, 0), "group": (1, size), "tensor_group": (1, size)}
+    block = tuple(structure) if strategy == "block" else blocks[strategy]
+    by_activation = order in {"group", "dynamic", True} and order is not False
+    return DeclaredNumbers(kind, bits, block, symmetric, by_activation, packing, scale_dtype.removeprefix("torch."))
+
+
+COMPRESSED_TENSORS = CompressedTensors()
