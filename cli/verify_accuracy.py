@@ -28,19 +28,28 @@ threshold_options = stacked(
     click.option("--max-layer-error", type=float, default=1e-2, show_default=True, help="Relative error of a layer."),
     click.option("--max-kl", type=float, default=0.02, show_default=True, help="KL divergence in nats per token."),
 )
+served_options = stacked(
+    click.option("--served", metavar="URL", help="Verify a running vLLM or SGLang server in the place of CANDIDATE."),
+    click.option("--model", metavar="NAME", help="Which of the server's models; needed if it has several."),
+    click.option("--choices", type=Least(1), help="Choices to ask the server for; all of a small vocabulary, else 20."),
+)
 
 
 @click.command("verify-accuracy")
 @click.argument("reference")
-@click.argument("candidate")
+@click.argument("candidate", required=False)
 @what_options
+@served_options
 @threshold_options
 @click.option("--report", type=FOLDER, help="Write a self-contained HTML page.")
 @json_option
 @debug_option
 def verify_accuracy(
     reference: str,
-    candidate: str,
+    candidate: str | None,
+    served: str | None,
+    model: str | None,
+    choices: int | None,
     max_weight_error: float | None,
     max_layer_error: float,
     max_kl: float,
@@ -52,7 +61,7 @@ def verify_accuracy(
 
     Each level includes those before it: weights compares every tensor, layers runs every packed layer by the bundled
     kernels, model runs both models on a text, one layer of each in memory at a time. Files of which a manifest.json
-    tells the SHA-256 must have it.
+    tells the SHA-256 must have it. With --served URL, what a running server predicts for the text is compared.
     """
     import tilewright
     from tilewright.packer.verify.summary import summary
@@ -61,7 +70,15 @@ def verify_accuracy(
         raise tilewright.OptionError(f"--report {report}: there is no directory {report.parent}")
     thresholds = tilewright.Thresholds(max_weight_error, max_layer_error, max_kl)
     options = tilewright.VerifyOptions(thresholds=thresholds, **what)
-    result = tilewright.verify(reference, candidate, options, progress=progress_for(as_json))
+    progress = progress_for(as_json)
+    if (served is None) == (candidate is None):
+        raise tilewright.OptionError("name either CANDIDATE or --served URL")
+    if served is None and (model or choices):
+        raise tilewright.OptionError("--model and --choices belong to --served URL")
+    if served is not None:
+        result = tilewright.verify_served(reference, served, options, model=model, choices=choices, progress=progress)
+    else:
+        result = tilewright.verify(reference, str(candidate), options, progress=progress)
     if report:
         result.write_report(report)
     if as_json:

@@ -93,6 +93,8 @@ def _model(document: dict[str, Any]) -> list[str]:
     if decode:
         steps = f"{model['decode_steps']} decode steps: KL {decode['kl']:.3g}, top-1 {100 * decode['top1']:.2f}%"
         lines.append(_row("", steps))
+    if not model["drift"]:
+        return lines
     drift = ", ".join(_percent(layer["relative"]) for layer in model["drift"][-8:])
     lines.append(_row("", f"hidden states off by {drift} after the last layers"))
     return lines

@@ -38,17 +38,22 @@ def read_tokens(model: Path, text: Path) -> torch.Tensor:
     Returns:
         int64 [T].
     """
-    from transformers import AutoTokenizer  # extra `hf`
-
     try:
         content = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise VerifyError(f"{text}: cannot be read as UTF-8 text: {error}") from error
+    return torch.tensor(tokenize(model, content), dtype=torch.int64)
+
+
+def tokenize(model: Path, content: str) -> list[int]:
+    """The tokens of a text by the tokenizer of a model directory, without special tokens."""
+    from transformers import AutoTokenizer  # extra `hf`
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(model), local_files_only=True)
     except (OSError, ValueError) as error:
         raise VerifyError(f"{model}: no tokenizer that transformers reads: {error}") from error
-    ids = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
+    ids: list[int] = tokenizer(content, add_special_tokens=False, verbose=False)["input_ids"]
     if content and not ids:
         raise VerifyError(f"{model}: no tokenizer there makes tokens of the text", hint="is tokenizer.json missing?")
-    return torch.tensor(ids, dtype=torch.int64)
+    return ids

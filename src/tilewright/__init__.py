@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .packer.quantize.options import QuantizeOptions
     from .packer.verify.options import Thresholds, VerifyOptions
     from .packer.verify.verdict import Verification
-    from .verification import verify
+    from .verification import verify, verify_served
 
 __version__ = "0.2.0"
 
@@ -42,6 +42,7 @@ _LAZY = {
     "pack": "packer.jobs.pack",
     "unpack": "packer.jobs.pack",
     "verify": "verification",
+    "verify_served": "verification",
     "inspect": "packer.jobs.inspect",
     "QuantizeOptions": "packer.quantize.options",
     "CalibrationOptions": "packer.jobs.calibration",
@@ -97,6 +98,7 @@ __all__ = [
     "quantize",
     "unpack",
     "verify",
+    "verify_served",
 ]
 
 

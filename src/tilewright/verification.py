@@ -8,6 +8,7 @@ from typing import Any
 import tilewright
 
 from .packer.jobs.verify import verify as verify_with
+from .packer.jobs.verify_served import verify_served as verify_served_with
 from .packer.progress import Progress
 from .packer.verify.options import VerifyOptions
 from .packer.verify.verdict import Verification
@@ -33,6 +34,34 @@ def verify(
         TilewrightError: One of them cannot be read, or not be run. A result below its threshold is no error.
     """
     return verify_with(reference, candidate, options, load_model=_load_model, progress=progress)
+
+
+def verify_served(
+    reference: str | Path,
+    url: str,
+    options: VerifyOptions,
+    *,
+    model: str | None = None,
+    choices: int | None = None,
+    progress: Progress | None = None,
+) -> Verification:
+    """Compare what a running server predicts with `reference`.
+
+    Args:
+        reference: A directory, or a hub id.
+        url: Address of a vLLM or SGLang server.
+        options: Text, windows and what passes.
+        model: Which of the server's models; None if it has one only.
+        choices: Choices to ask for at each token; None lets the size of the vocabulary decide.
+        progress: Hears how far the job is; a tqdm bar by default, `Silent()` says nothing.
+
+    Raises:
+        OptionError: The options are not allowed.
+        TilewrightError: The reference cannot be run, or the server not be asked. A bad result is no error.
+    """
+    return verify_served_with(
+        reference, url, options, load_model=_load_model, model=model, choices=choices, progress=progress
+    )
 
 
 def _load_model(path: Path) -> Any:
