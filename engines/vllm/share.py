@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from pathlib import Path
 
-from huggingface_hub import snapshot_download
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 
 from tilewright.kernels.errors import CheckpointError
 from tilewright.kernels.packed.directory import PackedCheckpoint, load_packed
 
+from ..pack_once import local_directory
+
 _opened = lru_cache(maxsize=4)(load_packed)  # quantization config and loader both ask for it
-
-
-def local_directory(model: str, revision: str | None = None) -> Path:
-    """The directory of a model that is named by its path or its id on the hub."""
-    path = Path(model)
-    return path if path.exists() else Path(snapshot_download(model, revision=revision))
 
 
 def open_share(model: str, revision: str | None, config: VllmConfig, device: str) -> PackedCheckpoint:

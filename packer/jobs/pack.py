@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,6 +11,7 @@ from tilewright.kernels.errors import OptionError, check_choice, check_least
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.packed.module_spec import rank_directory
 
+from ..checkpoint.side_files import find_side_files
 from ..engine.job import RunOptions
 from ..pack.planner import plan_pack, plan_ranks
 from ..pack.target import CpuTarget, GpuTarget, PackTarget
@@ -90,7 +92,21 @@ def pack(
     job = ongoing.check(plans, checkpoint)
     if not dry_run:
         ongoing.execute(job)
+        if ranks > 1:
+            _describe(output, output / rank_directory(0, ranks))
     return ongoing.result(job, dry_run=dry_run)
+
+
+def _describe(output: Path, rank: Path) -> None:
+    """Put config, tokenizer and their like beside the directories of the ranks: engines are given the model as a whole.
+
+    config.json comes last, so that what has one has the others.
+    """
+    for name in (*find_side_files(rank, set())[0], Path("config.json")):
+        (output / name).parent.mkdir(parents=True, exist_ok=True)
+        draft = output / name.with_name(f".{name.name}.part")
+        shutil.copyfile(rank / name, draft)
+        draft.replace(output / name)
 
 
 def unpack(

@@ -49,7 +49,10 @@ def test_there_and_back(
 
 def test_one_directory_for_each_rank(quantized: Callable[..., Path], tmp_path: Path) -> None:
     assert leave(quantized("tiny-qwen3-moe", "w4afp8", "native"), tmp_path / "packed", "--ep", 2) == 0
-    assert sorted(path.name for path in (tmp_path / "packed").iterdir()) == ["rank-0-of-2", "rank-1-of-2"]
+    found = sorted(path.name for path in (tmp_path / "packed").iterdir() if path.is_dir())
+    assert found == ["rank-0-of-2", "rank-1-of-2"]
+    ours, rank = (tmp_path / "packed" / folder / "config.json" for folder in ("", "rank-0-of-2"))
+    assert ours.read_bytes() == rank.read_bytes()
 
 
 def test_refusals_say_what_to_do(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
