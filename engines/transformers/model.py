@@ -235,6 +235,8 @@ def _fill(model: nn.Module, packed: PackedCheckpoint, used: set[str]) -> list[st
             if name in packed.plain:
                 _set(module, key, packed.tensor(name), tensor, f"{packed.root}: `{name}`")
                 used.add(name)
+            elif hasattr(module, f"scalar_{key}"):  # scaled embeddings of Gemma also keep the number
+                module._buffers[key] = torch.tensor(getattr(module, f"scalar_{key}"))
             elif key in module._non_persistent_buffers_set and hasattr(module, "config"):
                 _compute_buffers(module)
             else:
