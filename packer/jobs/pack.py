@@ -102,7 +102,7 @@ def _describe(output: Path, rank: Path) -> None:
 
     config.json comes last, so that what has one has the others.
     """
-    for name in (*find_side_files(rank, set())[0], Path("config.json")):
+    for name in (*find_side_files(rank, set(), [])[0], Path("config.json")):
         (output / name).parent.mkdir(parents=True, exist_ok=True)
         draft = output / name.with_name(f".{name.name}.part")
         shutil.copyfile(rank / name, draft)
