@@ -27,7 +27,8 @@ OFTEN = {  # the rest are of the matrix
     ("gpt-oss", "int8"),
 }
 ON_AVX2 = {("tiny-qwen3-moe", "none"), ("gemma3", "int4"), ("deepseek", "int8")}
-# What formats and activations in int8 cost a random Mixtral, in nats a token; transformers has no module for its packed names.
+# What formats and int8 activations may cost a random Mixtral, in nats a token: transformers cannot say, which has other
+# names for its modules than its checkpoints.
 MIXTRAL_COSTS = {"none": 0.0, "int8": 0.01, "block-fp8": 0.04, "int4": 0.4, "w4afp8": 0.4}
 BOUND = 1e-3  # nats a token, for the same numbers in another order
 
