@@ -34,8 +34,8 @@ from transformers.utils import logging
 
 import tilewright
 from tilewright.cli.main import load
+from tilewright.kernels.modules import PackedExperts, PackedLinear
 from tilewright.kernels.modules.mlp import PackedMlp
-from tilewright.kernels.modules.packed_modules import PackedExperts, PackedLinear
 
 SCHEMES = {"int8": [], "int4": ["--group-size", "64"], "block-fp8": []}
 LIMITS = ("TILEWRIGHT_ISA", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "OMP_NUM_THREADS")

@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM
 from transformers.utils import logging
 
 import tilewright
+from tilewright.kernels.modules import PackedLinear, PackedWeight
 from tilewright.kernels.modules.mlp import PackedMlp
-from tilewright.kernels.modules.packed_modules import PackedLinear, PackedWeight
 from tilewright.kernels.ops.reference import quantize_rows
 from tilewright.kernels.ops.reference_experts import gated
 from tilewright.packer.verify.text import evenly_spaced_windows, read_tokens

@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 import tilewright
 from tilewright.kernels.formats import INT8
 from tilewright.kernels.layouts import LAYOUTS
-from tilewright.kernels.modules.packed_modules import build_module
+from tilewright.kernels.modules import build_module
 from tilewright.kernels.packed.module_spec import ModuleSpec
 from tilewright.kernels.tensors import QTensor
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import AutoTokenizer
 
 import tilewright
-from tilewright.kernels.modules.packed_modules import report_kernels
+from tilewright.kernels.modules import report_kernels
 
 
 def main() -> None:

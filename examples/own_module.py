@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import tilewright
-from tilewright.kernels.modules.packed_modules import PackedExperts
+from tilewright.kernels.modules import PackedExperts
 from tilewright.kernels.packed.directory import PackedCheckpoint
 
 

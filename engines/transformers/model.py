@@ -12,18 +12,17 @@ from torch import distributed, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from tilewright.kernels.errors import CheckpointError, TilewrightError
-from tilewright.kernels.gpu.experts import GpuExperts
-from tilewright.kernels.layouts.gpu_hopper import GPU_HOPPER_W4
-from tilewright.kernels.modules.mlp import PackedMlp, replace_mlps
-from tilewright.kernels.modules.norms import replace_norms
-from tilewright.kernels.modules.packed_modules import PackedExperts, PackedLinear, PackedStack
+from tilewright.kernels.model_names import ACTIVATION_NAMES
+from tilewright.kernels.modules import PackedExperts, PackedLinear, PackedMlp
 from tilewright.kernels.ops import experts as ops_experts
 from tilewright.kernels.ops.reference_experts import gated
-from tilewright.kernels.packed.directory import RUN_HINT, PackedCheckpoint, load_packed
+from tilewright.kernels.packed.directory import PackedCheckpoint, load_packed
+from tilewright.kernels.packed.module_spec import Gating
 
 from .attention import use_attention
+from .mlps import replace_mlps
+from .norms import replace_norms
 
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 WITHOUT_TRANSFORMERS = "`load_packed` gives the packed modules without transformers"
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # Tensors that checkpoints carry and transformers computes or does not use.
@@ -133,24 +132,17 @@ def _replace_modules(model: nn.Module, packed: PackedCheckpoint, config: Any) ->
 
 
 def _experts(stack: str, old: Any, packed: PackedCheckpoint, config: Any) -> PackedExperts:
-    w13, w2 = packed.get(f"{stack}.w13"), packed.get(f"{stack}.w2")
     if len(inspect.signature(old.forward).parameters) != 3:
         reason = f"{type(old).__name__} is not called as routed experts are"
         raise CheckpointError(f"{packed.root}: `{stack}`: {reason}", hint=WITHOUT_TRANSFORMERS)
-    if not isinstance(w13, PackedStack) or not isinstance(w2, PackedStack):
-        raise CheckpointError(f"{packed.root}: `{stack}`: w13 and w2 are not both stacks of experts", hint=RUN_HINT)
     text = config.get_text_config()
     activation = str(getattr(text, "hidden_act", None) or getattr(text, "hidden_activation", ""))
-    activation, alpha, limit = _gating(f"{packed.root}: `{stack}`", old, ACTIVATIONS.get(activation, activation))
-    if w13.spec.layout is not GPU_HOPPER_W4:
-        return PackedExperts(stack, w13, w2, activation, alpha, limit)
-    first, second = packed.input_scale(f"{stack}.w13"), packed.input_scale(f"{stack}.w2")
-    scales = None if first is None or second is None else (first, second)
-    return GpuExperts(stack, w13, w2, activation, scales)
+    gating = _gating(f"{packed.root}: `{stack}`", old, ACTIVATION_NAMES.get(activation, activation))
+    return packed.build_experts(stack, gating)
 
 
-def _gating(subject: str, old: Any, activation: str) -> tuple[str, float, float]:
-    """Activation, alpha and limit by which experts do what `old` does between their products.
+def _gating(subject: str, old: Any, activation: str) -> Gating:
+    """The gating by which experts do what `old` does between their products.
 
     config.json does not say it all (GPT-OSS calls its clamped gate `silu`), so the module that is replaced is asked.
 
@@ -159,7 +151,7 @@ def _gating(subject: str, old: Any, activation: str) -> tuple[str, float, float]
     """
     alpha, limit = float(getattr(old, "alpha", 1.702)), float(getattr(old, "limit", 7.0))
     if not hasattr(old, "_apply_gate"):
-        return activation, alpha, limit
+        return Gating(activation, alpha, limit)
     side = torch.linspace(-12, 12, 25)
     gate, up = side.repeat(len(side)), side.repeat_interleave(len(side))
     wanted = old._apply_gate(torch.cat([gate, up]) if old.is_concatenated else torch.stack([gate, up], -1).flatten())
@@ -167,7 +159,7 @@ def _gating(subject: str, old: Any, activation: str) -> tuple[str, float, float]
         if candidate not in ops_experts.ACTIVATIONS:
             continue
         if torch.allclose(gated(gate, up, candidate, alpha, limit), wanted, rtol=1e-4, atol=1e-4):
-            return candidate, alpha, limit
+            return Gating(candidate, alpha, limit)
     known = ", ".join(ops_experts.ACTIVATIONS)
     reason = f"{type(old).__name__} gates its experts in another way than {known}"
     raise CheckpointError(f"{subject}: {reason}", hint=WITHOUT_TRANSFORMERS)

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from tilewright.kernels.errors import CheckpointError
-from tilewright.kernels.modules.packed_modules import PackedLinear, PackedStack
+from tilewright.kernels.modules import PackedLinear, PackedStack
 from tilewright.kernels.packed.directory import PackedCheckpoint
 from tilewright.kernels.packed.module_spec import QUANT_METHOD
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 
 from tilewright.kernels.errors import CheckpointError, KernelUnavailableError
-from tilewright.kernels.modules.packed_modules import PackedExperts, PackedStack
+from tilewright.kernels.modules import PackedExperts, PackedStack
 
 # vLLM's name of what an expert computes between its products -> ours.
 ACTIVATIONS = {

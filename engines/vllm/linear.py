@@ -11,7 +11,7 @@ from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinea
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
 from tilewright.kernels.errors import CheckpointError
-from tilewright.kernels.modules.packed_modules import PackedLinear, PackedWeight
+from tilewright.kernels.modules import PackedLinear, PackedWeight
 
 
 class PackedLinearMethod(LinearMethodBase):

@@ -115,7 +115,7 @@ class TilewrightLoader(DefaultModelLoader):
                 f"{packed.root}: `{name}`: {reason}", hint="leave it out with --exclude, or pack uncut"
             )
         logger.warning("%s is run by vLLM itself, as a plain matrix", name)
-        module = packed[name]
+        module = packed.weight(name)
         weight = dequantized(module).to(dtype)
         for source, rows in zip(spec.sources or (name,), weight.split(spec.source_rows, -2), strict=True):
             if weight.dim() == 2:

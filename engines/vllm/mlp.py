@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from vllm.distributed import tensor_model_parallel_all_reduce
 
-from tilewright.kernels.modules.mlp import PackedMlp, against_fusing
-from tilewright.kernels.modules.packed_modules import PackedLinear, PackedStack
+from tilewright.kernels.modules import PackedLinear, PackedStack
+from tilewright.kernels.modules.mlp import PackedMlp, why_not_fused
 
 from .linear import PackedLinearMethod
 
@@ -43,7 +43,7 @@ def replace_mlps(model: nn.Module) -> None:
 
 def _fused(path: str, module: Any) -> PackedMlp | None:
     gate_up, down = _only(module.gate_up_proj), _only(module.down_proj)
-    if gate_up is None or down is None or against_fusing(gate_up, down):
+    if gate_up is None or down is None or why_not_fused(gate_up, down):
         return None
     activation = find_activation(module)
     if activation is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from torch import Tensor
 from vllm import ir
 
-from tilewright.kernels.modules.norms import rms_norm
+from tilewright.kernels.ops.norms import rms_norm
 from tilewright.kernels.packed.module_spec import QUANT_METHOD
 
 OPERATORS = ("rms_norm", "fused_add_rms_norm")

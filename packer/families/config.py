@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tilewright.kernels.model_names import ACTIVATION_NAMES
+from tilewright.kernels.packed.module_spec import Gating
+
 TEXT_PARTS = ("text_config", "language_config", "llm_config", "thinker_config")
 EXPERT_COUNTS = ("num_local_experts", "n_routed_experts", "num_experts")
 LAYERS, HIDDEN, HEADS, KV_HEADS = "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"
 HEAD_SIZE, TIED = "head_dim", "tie_word_embeddings"
 LATENT_SIZES = (HEADS, "qk_nope_head_dim", "v_head_dim", "kv_lora_rank")  # of latent attention
+ACTIVATIONS = ("hidden_act", "hidden_activation")
+GATE_SLOPE, GATE_BOUND = "swiglu_alpha", "swiglu_limit"
+GATE_BOUNDS = (GATE_BOUND, "swiglu_limits", "swiglu_limits_shared")  # of families that clamp in ways of their own
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers")
 
 
@@ -36,6 +42,23 @@ def expert_count(config: Mapping[str, Any]) -> int:
     """Number of routed experts of a layer; 0 for a dense model."""
     text = text_config(config)
     return next((text[key] for key in EXPERT_COUNTS if isinstance(text.get(key), int)), 0)
+
+
+def gating_of(config: Mapping[str, Any], gate: str = "") -> Gating | None:
+    """What routed experts compute between their products; None where the operators know nothing that is sure to be it.
+
+    Args:
+        config: config.json of the model.
+        gate: What the model's family says that it is.
+    """
+    text = text_config(config)
+    if gate:
+        slope, bound = text.get(GATE_SLOPE), text.get(GATE_BOUND)
+        return Gating(gate, float(slope or Gating.alpha), float(bound or Gating.limit))
+    if any(text.get(key) for key in GATE_BOUNDS):
+        return None
+    names = [text[key] for key in ACTIVATIONS if isinstance(text.get(key), str)]
+    return Gating(ACTIVATION_NAMES[names[0]]) if names and names[0] in ACTIVATION_NAMES else None
 
 
 def announced_mtp(config: Mapping[str, Any]) -> int:

@@ -31,6 +31,7 @@ class ModelFamily:
         experts_order: Order of the rows of a stacked gate_up tensor; None where nothing is known.
         experts: How the matrices of its experts are called.
         merged: Linears that engines load as one.
+        gate: What its experts compute between their products, where that is not the activation that config.json names.
         axes: How its Linears are cut for tensor-parallel runs.
     """
 
@@ -41,6 +42,7 @@ class ModelFamily:
     experts: ExpertSpellings = ExpertSpellings()
     merged: tuple[MergedLinear, ...] = MERGED
     axes: ParallelAxes = ParallelAxes()
+    gate: str = ""
 
     def role(self, module: str) -> Role:
         """The role of a module (a tensor name without its last part, or the name of a bare parameter)."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .family import ModelFamily
 from .roles import Rule, tail
 
-GPT_OSS = ModelFamily(id="gpt-oss", model_types=("gpt_oss",), experts_order="interleaved")
+GPT_OSS = ModelFamily(id="gpt-oss", model_types=("gpt_oss",), experts_order="interleaved", gate="clamped_swiglu")
 LLAMA4 = ModelFamily(id="llama4", model_types=("llama4", "llama4_text"))
 GEMMA4 = ModelFamily(
     id="gemma4",

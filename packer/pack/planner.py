@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from tilewright import __version__
 from tilewright.kernels.formats import FORMATS, WeightFormat
 from tilewright.kernels.layouts.base import Layout
-from tilewright.kernels.packed.module_spec import PACKED_VERSION, QUANT_METHOD, Cut, ModuleSpec
+from tilewright.kernels.packed.module_spec import PACKED_VERSION, QUANT_METHOD, Cut, Gating, ModuleSpec
 from tilewright.kernels.tensors import Reject, TensorSpec
 
 from ..checkpoint import detect_weights, quantization_config
@@ -16,7 +16,7 @@ from ..checkpoint.encoding import StoredWeight
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.matrices import Matrix, matrices_of
 from ..families import family_of
-from ..families.config import is_tied
+from ..families.config import gating_of, is_tied
 from ..families.family import ModelFamily
 from ..families.layers import HEAD, KV_B
 from ..families.parallel import ParallelAxes
@@ -90,6 +90,10 @@ class _Planner:
     @property
     def _axes(self) -> ParallelAxes:
         return family_of(self.checkpoint.config).axes
+
+    @property
+    def _gating(self) -> Gating | None:
+        return gating_of(self.checkpoint.config, family_of(self.checkpoint.config).gate)
 
     def decide(self) -> None:
         """Walk through the weights in source order, then through all that is left."""
@@ -337,6 +341,7 @@ class _Planner:
             group.numbers.start,
             group.whole if group.whole != group.shape else (),
             group.joined,
+            gating=self._gating if group.stacked and group.parts > 1 else None,
         )
         self.modules[group.name] = spec
         outputs = {f"{group.name}.{suffix}": tensor for suffix, tensor in spec.tensors().items()}

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from tilewright.kernels.errors import VerifyError
-from tilewright.kernels.modules.packed_modules import (
+from tilewright.kernels.modules import (
     PackedExperts,
     PackedLinear,
     PackedStack,

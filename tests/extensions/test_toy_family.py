@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from tilewright import load_packed
-from tilewright.kernels.modules.packed_modules import PackedLinear
+from tilewright.kernels.modules import PackedLinear
 from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.checkpoint.reading import read_contents
 from tilewright.packer.engine.pipeline import execute

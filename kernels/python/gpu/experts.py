@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..errors import KernelUnavailableError
-from ..modules.packed_modules import PackedExperts, PackedStack
+from ..modules.experts import PackedExperts, PackedStack
+from ..packed.module_spec import Gating
 from .moe import w4a8_fused_experts
 
 
@@ -24,6 +25,7 @@ class GpuExperts(PackedExperts):
         KernelUnavailableError: Another activation, or experts with a bias.
     """
 
+    operator = w4a8_fused_experts.__name__
     input_scale13: torch.Tensor | None
     input_scale2: torch.Tensor | None
 
@@ -42,6 +44,18 @@ class GpuExperts(PackedExperts):
         first, second = input_scales or (None, None)
         self.register_buffer("input_scale13", first, persistent=False)
         self.register_buffer("input_scale2", second, persistent=False)
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        w13: PackedStack,
+        w2: PackedStack,
+        gating: Gating,
+        input_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> GpuExperts:
+        """See `PackedExperts.of`."""
+        return cls(name, w13, w2, gating.activation, input_scales)
 
     def forward(self, x: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor) -> torch.Tensor:
         """Run every token through its experts; operands as for `PackedExperts`."""

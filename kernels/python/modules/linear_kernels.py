@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from .. import ops
-from ..gpu.grouped import linear_w4a8
 from ..ops.reference import quantize_rows
 from ..registry import Registry
 
@@ -28,6 +30,8 @@ class LinearKernel:
         device: Type of the device that it runs on.
         suffixes: The layout's tensors, in the order in which the operator takes them.
         op: The operator: (x [.., K], *tensors, N, bias fp32 [N] or None) -> [.., N] in the dtype of x.
+        source: Where to find the operator if it is imported only when a module is built for it: "module:name".
+        experts_source: Where to find the class of routed experts whose stacks are in this layout.
         sees: What it takes its activations for, fp32 of fp32 [M, K]: 16-bit ones as they are by default.
         scale: Suffix of its scales; "" if it has none. A field, because Dynamo cannot trace a cached property.
     """
@@ -37,14 +41,38 @@ class LinearKernel:
     suffixes: tuple[str, ...]
     op: Callable[..., torch.Tensor]
     sees: Callable[[torch.Tensor], torch.Tensor] = torch.clone
+    source: str = ""
+    experts_source: str = "modules.experts:PackedExperts"
     scale: str = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scale", next((suffix for suffix in self.suffixes if "scale" in suffix), ""))
 
+    def loaded(self) -> LinearKernel:
+        """The same with its operator imported, which for GPUs brings Triton with it."""
+        return _load(self) if self.source else self
+
+    def experts(self) -> Any:
+        """The class of routed experts whose stacks are in this layout."""
+        return _find(self.experts_source)
+
     def run(self, x: torch.Tensor, tensors: Mapping[str, torch.Tensor | None], n: int) -> torch.Tensor:
         """`x W^T + bias` for a matrix of `n` rows, whose tensors and `bias` are found by their suffixes."""
         return self.op(x, *map(tensors.__getitem__, self.suffixes), n, tensors["bias"])
+
+
+def _find(source: str) -> Any:
+    module, _, name = source.partition(":")
+    return getattr(importlib.import_module(f"tilewright.kernels.{module}"), name)
+
+
+@functools.cache
+def _load(kernel: LinearKernel) -> LinearKernel:
+    return replace(kernel, op=_find(kernel.source), source="")
+
+
+def _not_loaded(*_: object) -> torch.Tensor:
+    raise AssertionError("find_kernel gives kernels that are loaded")
 
 
 LINEAR_KERNELS: Registry[LinearKernel] = Registry(
@@ -54,6 +82,13 @@ LINEAR_KERNELS: Registry[LinearKernel] = Registry(
         LinearKernel("cpu-vnni-int8", "cpu", ("weight", "weight_scale"), ops.linear_int8, as_int8),
         LinearKernel("cpu-vnni-fp8", "cpu", ("weight", "weight_scale_inv"), ops.linear_fp8),
         LinearKernel("cpu-vnni-int4", "cpu", ("weight", "weight_zero_point", "weight_scale"), ops.linear_int4, as_int8),
-        LinearKernel("gpu-hopper-w4", "cuda", ("tiles", "scales"), linear_w4a8),
+        LinearKernel(
+            "gpu-hopper-w4",
+            "cuda",
+            ("tiles", "scales"),
+            _not_loaded,
+            source="gpu.grouped:linear_w4a8",
+            experts_source="gpu.experts:GpuExperts",
+        ),
     ),
 )

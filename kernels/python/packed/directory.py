@@ -9,25 +9,30 @@ from typing import Any
 import torch
 
 from ..errors import CheckpointError, KernelUnavailableError, TilewrightError
-from ..gpu.reorder import reorder, reordered_spec
-from ..modules.packed_modules import PackedWeight, build_module, find_kernel
+from ..modules import PackedExperts, PackedLinear, PackedStack, build_experts, build_module, find_kernel
 from ..tensors import TensorSpec
 from .manifest import MANIFEST_FILE, difference, read_manifest
-from .module_spec import INPUT_SCALE, PACKED_VERSION, Cut, ModuleSpec, described_modules
+from .module_spec import INPUT_SCALE, PACKED_VERSION, Cut, Gating, ModuleSpec, described_modules
 from .records import read_object
+from .reorder import reorder, reordered_spec
 from .safetensors_file import Header, MappedFile, read_header
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 UNCALIBRATED = 1.0
+UPPER, LOWER = "w13", "w2"  # the stacks of routed experts
 RUN_HINT = "make the directory again with `pack-for-cpu` or `pack-for-gpu`"
 
 
-class PackedCheckpoint(Mapping[str, PackedWeight]):
+PackedModule = PackedLinear | PackedStack | PackedExperts
+
+
+class PackedCheckpoint(Mapping[str, PackedModule]):
     """An opened packed directory: its modules by name, made when they are asked for.
 
     Iteration gives each stored module once. Linears that were joined are found under the name of the joined module and
-    each under its own (`packed["….qkv_proj"]`, `"….q_proj" in packed`), as views of the joined one's rows.
+    each under its own (`packed["….qkv_proj"]`, `"….q_proj" in packed`), as views of the joined one's rows. The routed
+    experts of a layer are found under the name that their two stacks share (`packed["….mlp.experts"]`), ready to run.
 
     Attributes:
         root: The directory.
@@ -36,6 +41,7 @@ class PackedCheckpoint(Mapping[str, PackedWeight]):
         cut: Which share of the model this is.
         specs: Stored modules by name.
         joined: Linears that were joined: name -> the stored module that holds its rows.
+        experts: Names of routed experts, each of which has two stacks, `<name>.w13` and `<name>.w2`.
         plain: All other tensors by name: source name, dtype and shape.
         device: Where the tensors are put; "cpu" means that they stay views of the mapped files.
     """
@@ -48,30 +54,57 @@ class PackedCheckpoint(Mapping[str, PackedWeight]):
         self.scheme = first.get("tilewright.scheme", "none")
         self.cut = Cut.from_json(first.get("tilewright.cut", ""))
         self._files = {name: header for header in headers for name in header.entries}
-        self.specs = _read_specs(headers)
+        self.specs = _read_specs(headers, self.cut)
+        stacks = {name.rpartition(".")[0] for name, spec in self.specs.items() if len(spec.shape) == 3}
+        self.experts = {name for name in stacks if {f"{name}.{UPPER}", f"{name}.{LOWER}"} <= self.specs.keys()}
         self.joined = {part: name for name, spec in self.specs.items() for part in spec.linears()}
         owned = {f"{name}.{suffix}" for name, spec in self.specs.items() for suffix in spec.tensors()}
         self.plain: dict[str, TensorSpec] = {
             name: header.entries[name].spec for name, header in self._files.items() if name not in owned
         }
         self._maps: dict[Path, MappedFile] = {}
-        self._modules: dict[str, PackedWeight] = {}
+        self._modules: dict[str, PackedModule] = {}
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy or a pickle gets: it maps the files anew."""
         return {**self.__dict__, "_maps": {}, "_modules": {}}
 
-    def __getitem__(self, name: str) -> PackedWeight:
+    def __getitem__(self, name: str) -> PackedModule:
         if name not in self._modules:
-            self._modules[name] = self._part(name) if name in self.joined else self._stored(name)
+            make = self._part if name in self.joined else self._experts if name in self.experts else self._stored
+            self._modules[name] = make(name)
         return self._modules[name]
 
-    def _part(self, name: str) -> PackedWeight:
-        whole = self[self.joined[name]]
+    def weight(self, name: str) -> PackedLinear | PackedStack:
+        """The packed Linear or stack of experts `name`, not the experts that two stacks make."""
+        found = self[name]
+        assert isinstance(found, PackedLinear | PackedStack), f"{name} is routed experts"
+        return found
+
+    def _experts(self, name: str) -> PackedExperts:
+        gating = self.specs[f"{name}.{UPPER}"].gating
+        if gating is None:
+            raise KernelUnavailableError(
+                f"{self.root}: `{name}`: the file does not say which activation its experts have",
+                hint="pack it again with this release, or build `PackedExperts` from the two stacks and the activation",
+            )
+        return self.build_experts(name, gating)
+
+    def build_experts(self, name: str, gating: Gating) -> PackedExperts:
+        """The routed experts of one layer, with a gating that the caller knows."""
+        first, second = self.input_scale(f"{name}.{UPPER}"), self.input_scale(f"{name}.{LOWER}")
+        scales = None if first is None or second is None else (first, second)
+        upper, lower = self[f"{name}.{UPPER}"], self[f"{name}.{LOWER}"]
+        if not isinstance(upper, PackedStack) or not isinstance(lower, PackedStack):
+            raise CheckpointError(f"{self.root}: `{name}`: w13 and w2 are not both stacks of experts", hint=RUN_HINT)
+        return build_experts(name, upper, lower, gating, scales)
+
+    def _part(self, name: str) -> PackedModule:
+        whole = self.weight(self.joined[name])
         spec, rows = whole.spec.linears()[name]
         return build_module(name, spec, whole.spec.take(dict(whole.named_buffers()), rows))
 
-    def _stored(self, name: str) -> PackedWeight:
+    def _stored(self, name: str) -> PackedModule:
         spec = self.specs[name]
         tensors = {suffix: self.tensor(f"{name}.{suffix}") for suffix in spec.tensors()}
         runnable = self._runnable(name)
@@ -87,7 +120,7 @@ class PackedCheckpoint(Mapping[str, PackedWeight]):
         return len(self.specs)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.specs or name in self.joined
+        return name in self.specs or name in self.joined or name in self.experts
 
     def tensor(self, name: str) -> torch.Tensor:
         """The tensor `name`: on a CPU a view of the mapped file."""
@@ -233,7 +266,20 @@ def _read_headers(root: Path) -> list[Header]:
     return headers
 
 
-def _read_specs(headers: list[Header]) -> dict[str, ModuleSpec]:
+def _why_not_beside(name: str, specs: Mapping[str, ModuleSpec]) -> str | None:
+    """Why an upper stack of experts does not go with the lower one of its layer, or None if it does."""
+    container, _, kind = name.rpartition(".")
+    upper, lower = specs[name], specs.get(f"{container}.{LOWER}")
+    if kind != UPPER or lower is None or len(upper.shape) != 3 or len(lower.shape) != 3:
+        return None
+    (e, n, k), (others, hidden, inner) = upper.shape, lower.shape
+    if (e, n, k, upper.first_expert) != (others, upper.parts * inner, hidden, lower.first_expert):
+        experts = f"from expert {upper.first_expert} on, {LOWER} is {list(lower.shape)} from {lower.first_expert} on"
+        return f"is {list(upper.shape)} {experts}: no experts of one layer"
+    return None
+
+
+def _read_specs(headers: list[Header], cut: Cut) -> dict[str, ModuleSpec]:
     specs: dict[str, ModuleSpec] = {}
     problems = []
     for header in headers:
@@ -245,7 +291,10 @@ def _read_specs(headers: list[Header]) -> dict[str, ModuleSpec]:
     taken = set(specs)
     for name, spec in specs.items():
         problems += [f"{name}: `{part}`, a part of it, is a module already" for part in spec.linears() if part in taken]
+        problems += [f"{name}: {reason}" for reason in (spec.why_not_of(cut), _why_not_beside(name, specs)) if reason]
         taken |= spec.linears().keys()
+    if not specs and not problems:
+        problems.append("no shard describes a packed module")
     if problems:
         raise CheckpointError(f"{headers[0].path.parent}: cannot be run:\n  " + "\n  ".join(problems), hint=RUN_HINT)
     return specs

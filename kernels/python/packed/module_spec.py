@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -16,11 +17,23 @@ from ..layouts.base import Layout
 from ..layouts.cpu_blocks import row_unit
 from ..rotation import Rotation
 from ..tensors import Reject, TensorSpec
-from .safetensors_file import DTYPE_NAMES, DTYPES, Header
+from .safetensors_file import DTYPE_NAMES, DTYPES, MAX_SIZE, Header
 
 PACKED_VERSION = "1"
+MOST_RANKS = 1 << 16
 QUANT_METHOD = "tilewright"
 INPUT_SCALE = "input_scale"  # last part of the name of a static activation scale
+
+
+def whole_number(value: object) -> int:
+    """The value itself.
+
+    Raises:
+        ValueError: It is no integer, or one that no size or count can have.
+    """
+    if type(value) is not int or not 0 <= value <= MAX_SIZE:
+        raise ValueError(f"{str(value)[:50]} is no size or number")
+    return value
 
 
 @dataclass(frozen=True)
@@ -49,7 +62,10 @@ class Cut:
         try:
             fields = json.loads(text)
             (tp_rank, tp_size), (ep_rank, ep_size) = fields["tp"], fields["ep"]
-            return Cut((int(tp_rank), int(tp_size)), (int(ep_rank), int(ep_size)))
+            for rank, size in ((tp_rank, tp_size), (ep_rank, ep_size)):
+                if not 0 <= whole_number(rank) < whole_number(size) <= MOST_RANKS:
+                    raise ValueError(f"rank {rank} of {size}")
+            return Cut((tp_rank, tp_size), (ep_rank, ep_size))
         except (KeyError, TypeError, ValueError, RecursionError) as error:
             raise LayoutError(f"`tilewright.cut` is {shown(text)}, which describes no cut") from error
 
@@ -67,6 +83,21 @@ class Cut:
 def rank_directory(rank: int, ranks: int) -> str:
     """Name of the directory of one rank below the output directory."""
     return f"rank-{rank}-of-{ranks}"
+
+
+@dataclass(frozen=True)
+class Gating:
+    """What experts compute between their two products.
+
+    Attributes:
+        activation: One of `ops.experts.ACTIVATIONS`.
+        alpha: Slope of `clamped_swiglu`.
+        limit: Bound of `clamped_swiglu`.
+    """
+
+    activation: str
+    alpha: float = 1.702
+    limit: float = 7.0
 
 
 @dataclass(frozen=True)
@@ -89,6 +120,7 @@ class ModuleSpec:
         whole: Logical shape of the uncut module; empty if this is all of it.
         joined: Rows of each source, if they are Linears that were joined; else empty, and sources are equal parts.
         rotation: What its input is multiplied by before it is quantized; None: nothing.
+        gating: Of the upper stack of experts: what follows it; None where the file does not say.
     """
 
     layout: Layout
@@ -102,6 +134,7 @@ class ModuleSpec:
     whole: tuple[int, ...] = ()
     joined: tuple[int, ...] = ()
     rotation: Rotation | None = None
+    gating: Gating | None = None
 
     @property
     def source_rows(self) -> tuple[int, ...]:
@@ -153,6 +186,11 @@ class ModuleSpec:
             return Reject("whole", f"{list(whole)} has no share of {list(self.shape)}")
         if names and (len(names) != len(rows) or len(set(names)) != len(names)):
             return Reject("sources", f"{', '.join(names)} are not {len(rows)} modules")
+        last = self.first_expert + self.shape[0] if len(self.shape) > 2 else self.first_expert
+        if last > (whole[0] if len(self.shape) > 2 else 0):
+            return Reject("first_expert", f"{self.first_expert} of {list(self.shape)} is beyond {list(whole)}")
+        if any(size % mine for size, mine in zip(whole, self.shape, strict=True)):
+            return Reject("whole", f"{list(whole)} is no multiple of the share {list(self.shape)}")
         number = "{}" if len(self.shape) > 2 else ""
         if any(number not in name or {"{", "}"} & set(name.replace(number, "", 1)) for name in names):
             return Reject("sources", f"{', '.join(names)}: `{{}}` must stand once in those of a stack, nowhere else")
@@ -167,6 +205,21 @@ class ModuleSpec:
             return Reject("joined", f"{list(self.joined)} are not the rows of its {len(self.sources)} sources")
         if any(rows < 1 or rows % unit for rows in self.joined):
             return Reject("joined", f"{list(self.joined)} are no multiples of {unit}")
+        return None
+
+    def why_not_of(self, cut: Cut) -> str | None:
+        """Why it cannot lie in a directory of this cut, or None if it can."""
+        if not self.whole:
+            return None
+        axes = [whole // mine for whole, mine in zip(self.whole, self.shape, strict=True)]
+        if len(axes) == 3 and axes[0] > 1:
+            if axes[0] != cut.ep[1] or self.first_expert != cut.ep[0] * self.shape[0]:
+                return (
+                    f"experts {self.first_expert} to {self.first_expert + self.shape[0] - 1} of {self.whole[0]} are "
+                    f"not the share of rank {cut.ep[0]} of {cut.ep[1]}"
+                )
+        if any(axis not in {1, cut.tp[1]} for axis in axes[-2:]):
+            return f"{list(self.shape)} of {list(self.whole)} is not the share of one rank of {cut.tp[1]}"
         return None
 
     def to_json(self) -> dict[str, Any]:
@@ -190,6 +243,8 @@ class ModuleSpec:
             fields["joined"] = list(self.joined)
         if self.rotation:
             fields["rotation"] = self.rotation.to_json()
+        if self.gating:
+            fields |= asdict(self.gating)
         return fields
 
     @staticmethod
@@ -203,23 +258,24 @@ class ModuleSpec:
             layout = LAYOUTS[fields["layout"]]
             if fields["version"] != layout.version:
                 raise LayoutError(
-                    f"layout `{layout.id}` has version {layout.version} here, the file has {fields['version']}",
+                    f"layout `{layout.id}` has version {layout.version} here, the file has {str(fields['version'])[:50]}",
                     hint="pack the checkpoint again with this release",
                 )
             spec = ModuleSpec(
                 layout,
                 FORMATS[fields["format"]],
-                tuple(int(size) for size in fields["shape"]),
-                int(fields["parts"]),
+                tuple(whole_number(size) for size in fields["shape"]),
+                whole_number(fields["parts"]),
                 tuple(str(name) for name in fields.get("sources", ())),
                 str(fields.get("source_layout", "")),
                 DTYPES[fields["bias"]] if "bias" in fields else None,
-                int(fields.get("first_expert", 0)),
-                tuple(int(size) for size in fields.get("whole", ())),
-                tuple(int(rows) for rows in fields.get("joined", ())),
+                whole_number(fields.get("first_expert", 0)),
+                tuple(whole_number(size) for size in fields.get("whole", ())),
+                tuple(whole_number(rows) for rows in fields.get("joined", ())),
                 Rotation.from_json(fields["rotation"]) if "rotation" in fields else None,
+                _gating(fields),
             )
-            if len(spec.shape) not in {2, 3} or spec.parts < 1 or spec.shape[-2] % spec.parts:
+            if len(spec.shape) not in {2, 3} or spec.parts < 1 or spec.shape[-2] % spec.parts or min(spec.shape) < 1:
                 raise ValueError(f"{spec.parts} parts of shape {list(spec.shape)}")
             reject = layout.accepts(spec.format, spec.shape, spec.parts) or spec._against_joined()
             reject = reject or spec._against_sources()
@@ -227,11 +283,21 @@ class ModuleSpec:
                 reject = reject or spec.rotation.why_not(spec.format, spec.shape[-1])
         except TilewrightError as error:
             raise LayoutError(f"{module}: {error.message}", hint=error.hint) from error
-        except (KeyError, TypeError, ValueError) as error:
-            raise LayoutError(f"{module}: broken description of a packed module: {error!r}") from error
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise LayoutError(f"{module}: broken description of a packed module: {repr(error)[:200]}") from error
         if reject:
             raise LayoutError(f"{module}: {reject}")
         return spec
+
+
+def _gating(fields: Mapping[str, Any]) -> Gating | None:
+    """What a file says that experts compute; files of release 0.1 say nothing."""
+    if "activation" not in fields:
+        return None
+    gating = Gating(str(fields["activation"]), float(fields.get("alpha", 1.702)), float(fields.get("limit", 7.0)))
+    if not all(math.isfinite(value) and value > 0 for value in (gating.alpha, gating.limit)):
+        raise ValueError(f"alpha {gating.alpha}, limit {gating.limit}")
+    return gating
 
 
 def described_modules(header: Header) -> dict[str, Any]:

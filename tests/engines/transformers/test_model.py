@@ -22,8 +22,8 @@ from transformers.utils import logging
 import tilewright
 from tilewright.engines.transformers import model as hf
 from tilewright.kernels.errors import CheckpointError
+from tilewright.kernels.modules import PackedExperts, PackedLinear, PackedWeight
 from tilewright.kernels.modules.mlp import PackedMlp
-from tilewright.kernels.modules.packed_modules import PackedExperts, PackedLinear, PackedWeight
 from tilewright.kernels.ops.reference import quantize_rows
 from tilewright.kernels.packed.safetensors_file import read_header
 from tilewright.packer.checkpoint.files import open_checkpoint

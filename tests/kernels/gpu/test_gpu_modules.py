@@ -14,14 +14,14 @@ from tilewright.kernels.formats import INT4_G64, INT4_G128, WeightFormat
 from tilewright.kernels.gpu import reference
 from tilewright.kernels.gpu.experts import GpuExperts
 from tilewright.kernels.gpu.grouped import linear_w4a8
-from tilewright.kernels.gpu.reorder import REORDERED, reorder, reordered_spec
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.layouts.gpu_hopper import GPU_HOPPER_W4
-from tilewright.kernels.modules import packed_modules as modules
+from tilewright.kernels.modules import PackedExperts, PackedStack
+from tilewright.kernels.modules import weight as modules
 from tilewright.kernels.modules.linear_kernels import LINEAR_KERNELS
-from tilewright.kernels.modules.packed_modules import PackedExperts, PackedStack
 from tilewright.kernels.packed import directory as packed
 from tilewright.kernels.packed.module_spec import ModuleSpec
+from tilewright.kernels.packed.reorder import REORDERED, reorder, reordered_spec
 from tilewright.kernels.tensors import QTensor
 from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import execute

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from tilewright.kernels.errors import KernelUnavailableError, LayoutError
 from tilewright.kernels.formats import BF16, FORMATS, FP8, INT4_G32, INT8, WeightFormat
 from tilewright.kernels.layouts import LAYOUTS
-from tilewright.kernels.modules.linear_kernels import LINEAR_KERNELS
-from tilewright.kernels.modules.packed_modules import (
+from tilewright.kernels.modules import (
     PackedExperts,
     PackedLinear,
     PackedStack,
     build_module,
     report_kernels,
 )
+from tilewright.kernels.modules.linear_kernels import LINEAR_KERNELS
 from tilewright.kernels.ops.reference import quantize_rows
 from tilewright.kernels.packed.module_spec import ModuleSpec
 from tilewright.kernels.tensors import QTensor

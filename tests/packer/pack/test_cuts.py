@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tilewright.kernels.formats import BF16, FP8, INT4_G32, INT4_G128, INT8, WeightFormat
-from tilewright.kernels.modules.packed_modules import PackedExperts
+from tilewright.kernels.modules import PackedExperts
 from tilewright.kernels.packed.directory import load_packed
 from tilewright.kernels.packed.module_spec import Cut
 from tilewright.kernels.tensors import QTensor, TensorSpec

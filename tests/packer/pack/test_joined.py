@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tilewright.kernels.errors import CheckpointError
-from tilewright.kernels.modules.packed_modules import PackedLinear
+from tilewright.kernels.modules import PackedLinear
 from tilewright.kernels.packed.directory import load_packed
 from tilewright.kernels.packed.safetensors_file import read_header
 from tilewright.packer.checkpoint.files import open_checkpoint

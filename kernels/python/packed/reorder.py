@@ -10,7 +10,7 @@ import torch
 from ..errors import LayoutError
 from ..layouts.gpu_cutlass import GPU_CUTLASS_W4, GPU_TRTLLM_W4
 from ..layouts.gpu_hopper import GPU_HOPPER_W4
-from ..packed.module_spec import ModuleSpec
+from .module_spec import ModuleSpec
 
 REORDERED = (GPU_CUTLASS_W4.id, GPU_TRTLLM_W4.id)
 

@@ -1,0 +1,107 @@
+"""One packed weight as a module: its tensors, used as they lie in the file, and the kernel that reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from ..errors import KernelUnavailableError
+from ..layouts.base import check_tensors
+from ..packed.module_spec import ModuleSpec
+from .linear_kernels import LINEAR_KERNELS, LinearKernel
+
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+
+
+class PackedWeight(nn.Module):
+    """Holds one packed module's tensors as buffers that keep their dtype; base of what runs them.
+
+    The tensors are never copied, trained or converted: they are no parameters, `to(dtype)` and its kin leave them as
+    they are, and `state_dict` gives them under the names that they have in the file.
+
+    Args:
+        name: Name of the module, for messages.
+        spec: What it is.
+        tensors: Its tensors by suffix, on the device that is to run it.
+
+    Raises:
+        LayoutError: A tensor is missing, or its dtype or shape is not what the layout says.
+        KernelUnavailableError: No bundled kernel reads this layout on this device.
+    """
+
+    bias: torch.Tensor | None
+
+    def __init__(self, name: str, spec: ModuleSpec, tensors: Mapping[str, torch.Tensor]) -> None:
+        super().__init__()
+        check_tensors(name, tensors, spec.tensors())
+        self.reduce: Reduce | None = None
+        self.spec = spec
+        self.kernel = find_kernel(name, spec, next(iter(tensors.values())).device.type)
+        if spec.rotation:  # never run as if it were not there
+            raise KernelUnavailableError(f"{name}: no bundled kernel rotates its input")
+        for suffix in self.kernel.suffixes:
+            self.register_buffer(suffix, tensors[suffix])
+        self.register_buffer("bias", tensors.get("bias"))
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedWeight:
+        def keep_dtype(tensor: torch.Tensor) -> torch.Tensor:
+            moved = fn(tensor)
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        super()._apply(keep_dtype, recurse)
+        return self
+
+    def extra_repr(self) -> str:
+        """Shape, format, layout, operator."""
+        shape = ", ".join(str(size) for size in self.spec.shape)
+        kernel = f"{self.spec.layout.id}, {self.operator}"
+        return f"[{shape}], {self.spec.format.id}, {kernel}, bias={self.bias is not None}"
+
+    @property
+    def operator(self) -> str:
+        """Name of the operator that multiplies by it, `torch.ops.tilewright.<operator>`."""
+        return self.kernel.op.__name__
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors of the weight in the order of its kernel, without the bias."""
+        buffers = self._buffers
+        return [buffers[suffix] for suffix in self.kernel.suffixes]  # type: ignore[misc]  # none of them is None
+
+
+def find_kernel(name: str, spec: ModuleSpec, device: str) -> LinearKernel:
+    """The kernel that runs this layout on this device.
+
+    Raises:
+        KernelUnavailableError: There is none; the message says what there is.
+    """
+    known = ", ".join(f"{kernel.id} on {kernel.device}" for kernel in LINEAR_KERNELS.values())
+    if spec.layout.id in LINEAR_KERNELS and LINEAR_KERNELS[spec.layout.id].device == device:
+        return LINEAR_KERNELS[spec.layout.id].loaded()
+    raise KernelUnavailableError(
+        f"{name}: no bundled kernel runs layout `{spec.layout.id}` on {device}; there are {known}",
+        hint="pack the checkpoint for this device with `pack-for-cpu` or `pack-for-gpu`",
+    )
+
+
+class _NoGradient(torch.autograd.Function):
+    """Passes a result on and refuses a backward pass; without it torch would warn and lose the gradient."""
+
+    @staticmethod
+    def forward(ctx: object, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: object, *gradients: torch.Tensor) -> tuple[None, None]:
+        raise KernelUnavailableError(
+            "packed layers compute no gradients", hint="run them under torch.inference_mode() or torch.no_grad()"
+        )
+
+
+def refuse_gradient(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """The result `y` of a packed layer for an `x` that wants a gradient; none can be taken through it."""
+    if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return y
+    result: torch.Tensor = _NoGradient.apply(y.detach(), x)
+    return result
