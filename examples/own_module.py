@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import tilewright
-from tilewright.kernels.modules import PackedExperts
 from tilewright.kernels.packed.directory import PackedCheckpoint
 
 
@@ -34,7 +33,7 @@ class Mixture(nn.Module):
 
     def __init__(self, packed: PackedCheckpoint, path: str) -> None:
         super().__init__()
-        self.experts = PackedExperts(path, packed[f"{path}.w13"], packed[f"{path}.w2"])
+        self.experts = packed[path]
         count, _, self.in_features = self.experts.w13.spec.shape
         self.router = nn.Linear(self.in_features, count, bias=False, dtype=torch.bfloat16)
 

@@ -16,11 +16,16 @@ from .files import Checkpoint
 
 def packed_modules(checkpoint: Checkpoint) -> dict[str, ModuleSpec]:
     """The packed modules of a checkpoint by name; none for one that is not packed."""
-    return {
+    modules = {
         name: ModuleSpec.from_json(name, fields)
         for header in checkpoint.headers.values()
         for name, fields in described_modules(header).items()
     }
+    for name, spec in modules.items():  # before anybody walks through the experts that a header claims
+        for suffix, wanted in spec.tensors().items():
+            if (full := f"{name}.{suffix}") in checkpoint.files and checkpoint.spec(full) != wanted:
+                raise CheckpointError(f"{checkpoint.root}: `{full}` is not what its description makes it, {wanted}")
+    return modules
 
 
 def stored_inventory(checkpoint: Checkpoint) -> Inventory:

@@ -94,7 +94,7 @@ class PackedCheckpoint(Mapping[str, PackedModule]):
         """The routed experts of one layer, with a gating that the caller knows."""
         first, second = self.input_scale(f"{name}.{UPPER}"), self.input_scale(f"{name}.{LOWER}")
         scales = None if first is None or second is None else (first, second)
-        upper, lower = self[f"{name}.{UPPER}"], self[f"{name}.{LOWER}"]
+        upper, lower = self.get(f"{name}.{UPPER}"), self.get(f"{name}.{LOWER}")
         if not isinstance(upper, PackedStack) or not isinstance(lower, PackedStack):
             raise CheckpointError(f"{self.root}: `{name}`: w13 and w2 are not both stacks of experts", hint=RUN_HINT)
         return build_experts(name, upper, lower, gating, scales)

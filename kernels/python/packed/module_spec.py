@@ -212,13 +212,12 @@ class ModuleSpec:
         if not self.whole:
             return None
         axes = [whole // mine for whole, mine in zip(self.whole, self.shape, strict=True)]
-        if len(axes) == 3 and axes[0] > 1:
-            if axes[0] != cut.ep[1] or self.first_expert != cut.ep[0] * self.shape[0]:
-                return (
-                    f"experts {self.first_expert} to {self.first_expert + self.shape[0] - 1} of {self.whole[0]} are "
-                    f"not the share of rank {cut.ep[0]} of {cut.ep[1]}"
-                )
-        if any(axis not in {1, cut.tp[1]} for axis in axes[-2:]):
+        dealt = len(axes) == 3 and axes[0] > 1
+        if dealt and (axes[0] != cut.ep[1] or self.first_expert != cut.ep[0] * self.shape[0]):
+            mine = f"experts {self.first_expert} to {self.first_expert + self.shape[0] - 1} of {self.whole[0]}"
+            return f"{mine} are not the share of rank {cut.ep[0]} of {cut.ep[1]}"
+        inner = {1, cut.tp[1], cut.tp[1] // cut.ep[1]}  # where experts are dealt out first, their matrices are cut less
+        if any(axis not in inner for axis in axes[-2:]):
             return f"{list(self.shape)} of {list(self.whole)} is not the share of one rank of {cut.tp[1]}"
         return None
 
@@ -257,8 +256,9 @@ class ModuleSpec:
         try:
             layout = LAYOUTS[fields["layout"]]
             if fields["version"] != layout.version:
+                found = str(fields["version"])[:50]
                 raise LayoutError(
-                    f"layout `{layout.id}` has version {layout.version} here, the file has {str(fields['version'])[:50]}",
+                    f"layout `{layout.id}` has version {layout.version} here, the file has {found}",
                     hint="pack the checkpoint again with this release",
                 )
             spec = ModuleSpec(

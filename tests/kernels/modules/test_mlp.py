@@ -14,12 +14,12 @@ from transformers import LlamaConfig, Phi3Config
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.phi3.modeling_phi3 import Phi3MLP
 
+from tilewright.engines.transformers.mlps import find_activation
 from tilewright.kernels.errors import KernelUnavailableError
 from tilewright.kernels.formats import BF16, FP8, INT4_G32, INT8
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.modules import PackedLinear, PackedStack, report_kernels
 from tilewright.kernels.modules.linear_kernels import LINEAR_KERNELS
-from tilewright.engines.transformers.mlps import find_activation
 from tilewright.kernels.modules.mlp import PackedMlp
 from tilewright.kernels.packed.module_spec import ModuleSpec
 from tilewright.kernels.tensors import QTensor

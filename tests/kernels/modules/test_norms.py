@@ -15,11 +15,11 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRMSNorm, Qwen3NextRMSNormGated
 
-from tilewright.kernels.errors import KernelUnavailableError
 from tilewright.engines.transformers.norms import replace_norms
+from tilewright.kernels.errors import KernelUnavailableError
 from tilewright.kernels.modules.norms import RmsNorm
-from tilewright.kernels.ops.norms import rms_norm
 from tilewright.kernels.ops import reference
+from tilewright.kernels.ops.norms import rms_norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

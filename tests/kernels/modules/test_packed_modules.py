@@ -187,7 +187,9 @@ def test_every_cpu_layout_has_a_kernel_and_is_reported() -> None:
 def test_descriptions_survive_json() -> None:
     for fmt in FORMATS.values():
         layout = next(layout for layout in LAYOUTS.values() if not layout.accepts(fmt, (3, 64, 128), 2))
-        spec = ModuleSpec(layout, fmt, (3, 64, 128), 2, ("a.{}.b", "a.{}.c"), "plain-bf16", torch.float16, 4)
+        spec = ModuleSpec(
+            layout, fmt, (3, 64, 128), 2, ("a.{}.b", "a.{}.c"), "plain-bf16", torch.float16, 3, (9, 64, 128)
+        )
         assert ModuleSpec.from_json("m", spec.to_json()) == spec
     fields = ModuleSpec(LAYOUTS["cpu-vnni-int8"], INT8, (8, 8)).to_json()
     for change, reason in (

@@ -7,7 +7,9 @@ import json
 import pickle
 import re
 import shutil
+import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,8 +19,11 @@ from safetensors.torch import load_file, save_file
 
 import tilewright
 from tilewright.kernels.errors import CheckpointError, KernelUnavailableError, LayoutError
+from tilewright.kernels.modules import PackedExperts
 from tilewright.kernels.packed.directory import Cut, PackedCheckpoint, load_packed
 from tilewright.kernels.packed.safetensors_file import read_header
+from tilewright.packer.checkpoint.files import open_checkpoint
+from tilewright.packer.checkpoint.reading import read_contents
 
 Call = Callable[..., Path]
 FILE = "model.safetensors"
@@ -238,3 +243,108 @@ def test_load_model_without_transformers_says_what_to_install(monkeypatch: pytes
         _ = tilewright.load_model
     with pytest.raises(AttributeError, match="no attribute 'load_everything'"):
         _ = tilewright.load_everything
+
+
+def described(directory: Path, module: str, **fields: object) -> None:
+    """Change what the file says about one module."""
+    modules = json.loads(read_header(directory / FILE).metadata["tilewright.modules"])
+    modules[module] |= fields
+    rewrite(directory, **{"tilewright.modules": json.dumps(modules)})
+
+
+EXPERTS = "model.layers.1.mlp.experts"
+UPPER = f"{EXPERTS}.w13"
+
+
+@pytest.mark.parametrize(
+    ("module", "fields", "reason"),
+    [
+        (UPPER, {"shape": [2_000_000, 256, 256]}, "no experts of one layer"),
+        (UPPER, {"first_expert": 1}, "beyond"),
+        (UPPER, {"first_expert": -1}, "no size or number"),
+        (UPPER, {"first_expert": 4, "whole": [16, 256, 256]}, "not the share of rank 0 of 1"),
+        (UPPER, {"whole": [8, 512, 256]}, "not the share of one rank of 1"),
+        (UPPER, {"whole": [8, 300, 256]}, "no multiple of the share"),
+        (UPPER, {"parts": 2.0}, "no size or number"),
+        (UPPER, {"parts": True}, "no size or number"),
+        (UPPER, {"parts": 10**400}, "no size or number"),
+        (UPPER, {"shape": [8, float("inf"), 256]}, "no size or number"),
+        (UPPER, {"shape": [8, 1 << 63, 256]}, "no size or number"),
+        (UPPER, {"version": float("nan")}, "has version 1 here"),
+        (UPPER, {"activation": "silu", "limit": float("inf")}, "broken description"),
+        (UPPER, {"activation": "silu", "alpha": "x" * 10_000}, "broken description"),
+    ],
+)
+def test_descriptions_without_sense(directory: Path, module: str, fields: dict[str, object], reason: str) -> None:
+    described(directory, module, **fields)
+    message = refusal(directory)
+    assert reason in message
+    assert len(message) < 2000
+
+
+def test_a_header_that_claims_millions_of_experts_costs_nothing(directory: Path) -> None:
+    for stack, shape in (("w13", [2_000_000, 256, 256]), ("w2", [2_000_000, 256, 128])):
+        described(directory, f"{EXPERTS}.{stack}", shape=shape)
+    tracemalloc.start()
+    try:
+        assert "demands" in refusal(directory)
+        with pytest.raises(CheckpointError, match="is not what its description makes it"):
+            read_contents(open_checkpoint(str(directory)))
+        assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("cut", [[2, 2], [-1, 2], [0, 0], [0, 1.0], [0, True], [0, 1 << 40], [0, float("inf")]])
+def test_cuts_without_sense(directory: Path, cut: list[object]) -> None:
+    rewrite(directory, **{"tilewright.cut": json.dumps({"tp": cut, "ep": [0, 1]})})
+    with pytest.raises(LayoutError, match="describes no cut"):
+        load_packed(directory)
+
+
+def test_a_directory_without_packed_modules(directory: Path) -> None:
+    rewrite(directory, **{"tilewright.modules": "{}"})
+    assert "no shard describes a packed module" in refusal(directory)
+
+
+@pytest.mark.parametrize("file", ["config.json", "manifest.json"])
+def test_json_deeper_than_any_reader(directory: Path, file: str) -> None:
+    (directory / file).write_text("[" * 200_000)
+    assert file in refusal(directory)
+
+
+def test_experts_are_a_module_that_runs(directory: Path) -> None:
+    packed = tilewright.load_packed(directory)
+    experts = packed[EXPERTS]
+    assert isinstance(experts, PackedExperts)
+    assert (experts.activation, EXPERTS in packed, EXPERTS in list(packed)) == ("silu", True, False)
+    x, ids = torch.randn(5, 256, dtype=torch.bfloat16), torch.randint(0, 8, (5, 2))
+    weights = torch.rand(5, 2)
+    model = tilewright.load_model(directory, fused=False)
+    assert torch.equal(experts(x, ids, weights), model.get_submodule(EXPERTS)(x, ids, weights))
+
+
+def test_files_that_say_nothing_of_gating_still_load(directory: Path) -> None:
+    modules = json.loads(read_header(directory / FILE).metadata["tilewright.modules"])
+    for key in ("activation", "alpha", "limit"):
+        del modules[UPPER][key]
+    rewrite(directory, **{"tilewright.modules": json.dumps(modules)})
+    packed = tilewright.load_packed(directory)
+    assert packed[UPPER].spec.gating is None
+    with pytest.raises(KernelUnavailableError, match="does not say which activation"):
+        packed[EXPERTS]
+    assert isinstance(tilewright.load_model(directory).get_submodule(EXPERTS), PackedExperts)
+
+
+def test_serving_on_a_cpu_imports_nothing_that_it_does_not_need(directory: Path) -> None:
+    code = f"""
+import sys, tilewright
+packed = tilewright.load_packed({str(directory)!r})
+for name in packed: packed[name]
+packed[{EXPERTS!r}]
+print([name for name in ("triton", "transformers", "click", "huggingface_hub") if name in sys.modules])
+rooms = ("tilewright.packer", "tilewright.cli", "tilewright.engines", "tilewright.kernels.gpu")
+print([name for name in sys.modules if name.startswith(rooms)])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split("\n")[:2] == ["[]", "[]"]

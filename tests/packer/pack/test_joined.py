@@ -267,5 +267,5 @@ def test_broken_descriptions_are_refused(case: str, write: Call, pack: Call) -> 
     manifest = json.loads((directory / "manifest.json").read_text())
     manifest["files"][file.name]["size"] = file.stat().st_size
     (directory / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(CheckpointError, match=f"{QKV}: joined: "):
+    with pytest.raises(CheckpointError, match=f"{QKV}: (joined: |.*-256 is no size)"):
         load_packed(directory)
