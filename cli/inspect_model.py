@@ -4,19 +4,34 @@ from __future__ import annotations
 
 import click
 
+from .help import Command, option
 from .options import debug_option, json_option, print_json
 
+WHAT = "What is read"
 
-@click.command("inspect-model")
+
+@click.command(
+    "inspect-model",
+    cls=Command,
+    examples=(
+        ("inspect-model packed", "what is it?"),
+        ("inspect-model quantized --excluded", "which modules does each engine take for unquantized?"),
+    ),
+)
 @click.argument("path")
-@click.option("--excluded", is_flag=True, help="Show what engines make of the list of unquantized modules instead.")
-@click.option("--checksums", is_flag=True, help="Also read all files and compare them with manifest.json.")
+@option(
+    "--excluded",
+    is_flag=True,
+    group=WHAT,
+    help="Instead, print which modules each engine takes for unquantized, and whether the files agree.",
+)
+@option("--checksums", is_flag=True, group=WHAT, help="Also compare all files with the SHA-256 in manifest.json.")
 @json_option
 @debug_option
 def inspect_model(path: str, excluded: bool, checksums: bool, as_json: bool) -> None:
-    """Print what PATH is: scheme, layouts, sizes, experts, and what is left in 16 bits and why.
+    """Print what PATH holds: scheme, layouts, sizes, experts, and what is not quantized and why.
 
-    PATH is a directory, plain, quantized or packed, a .safetensors file or a hub id.
+    PATH is a directory with a plain, quantized or packed model, a .safetensors file, or a Hugging Face hub id.
     """
     from tilewright.packer.inspect_text import describe
     from tilewright.packer.jobs import inspect as job

@@ -22,11 +22,17 @@ from .options import fail, say
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 
 COMMANDS = {  # each is a click command of the same name in the module of the same name
-    "quantize-model": "Convert a checkpoint to block FP8, int8, int4 or W4AFP8.",
-    "pack-for-cpu": "Put the weights into the byte order of the CPU kernels.",
-    "pack-for-gpu": "Put the weights into the byte order of the Hopper kernels.",
-    "verify-accuracy": "Measure what a conversion has changed.",
-    "inspect-model": "Print what a directory is.",
+    "quantize-model": "Quantize a checkpoint to block FP8, int8, int4 or W4AFP8.",
+    "pack-for-cpu": "Write the weights in the order in which CPU kernels read them.",
+    "pack-for-gpu": "Write int4 experts in the order in which Hopper kernels read them.",
+    "verify-accuracy": "Compare a converted model with its source.",
+    "inspect-model": "Print what a directory or file holds.",
+}
+SHORT = {  # names for those who type them often
+    "quantize": "quantize-model",
+    "pack": "pack-for-cpu",
+    "verify": "verify-accuracy",
+    "inspect": "inspect-model",
 }
 
 
@@ -38,13 +44,28 @@ class Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of this name."""
-        return load(cmd_name) if cmd_name in COMMANDS else None
+        """The command of this name, or of this short name."""
+        name = SHORT.get(cmd_name, cmd_name)
+        return load(name) if name in COMMANDS else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list of commands, without loading any of them."""
+        short = {name: f"{name}, {alias}" for alias, name in SHORT.items()}
         with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+            formatter.write_dl([(short.get(name, name), text) for name, text in COMMANDS.items()])
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """A first session."""
+        with formatter.section("A first session"):
+            for line in FIRST_SESSION:
+                formatter.write(f"{'':>{formatter.current_indent}}{line}\n")
+
+
+FIRST_SESSION = (
+    "tilewright quantize org/model quantized --scheme int8",
+    "tilewright pack quantized packed",
+    "tilewright verify org/model packed --level layers",
+)
 
 
 def load(name: str) -> click.Command:
@@ -58,7 +79,10 @@ def load(name: str) -> click.Command:
 @click.group(cls=Commands)
 @click.version_option(__version__, message="%(version)s")
 def tilewright() -> None:
-    """Quantize and pack Hugging Face checkpoints offline, and verify the result."""
+    """Quantize and pack Hugging Face checkpoints offline, and verify the result.
+
+    `tilewright COMMAND --help` explains a command; each is also a program of its own, such as quantize-model.
+    """
 
 
 class Notes(logging.Handler):

@@ -14,12 +14,13 @@ import click
 
 from tilewright.kernels.errors import OptionError, check_choice, check_least
 
+from .help import F, option
+
 if TYPE_CHECKING:
     from tilewright.packer.jobs.conversion import ConversionResult
     from tilewright.packer.progress import Progress
 
 T = TypeVar("T")
-F = TypeVar("F", bound=Callable[..., Any])
 UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12} | {
     "Ki": 1 << 10,
     "Mi": 1 << 20,
@@ -57,6 +58,9 @@ class Choice(click.Choice):  # type: ignore[type-arg]
 class Least(click.IntRange):
     """A whole number that is not too small, refused in the words of the Python interface."""
 
+    def _describe_range(self) -> str:
+        return f"at least {self.min}"
+
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """Parse and check it."""
         try:
@@ -80,8 +84,8 @@ def stacked(*options: Callable[[F], F]) -> Callable[[F], F]:
     """Several option decorators as one; `--help` lists them in this order."""
 
     def decorate(function: F) -> F:
-        for option in reversed(options):
-            function = option(function)
+        for one in reversed(options):
+            function = one(function)
         return function
 
     return decorate
@@ -89,57 +93,91 @@ def stacked(*options: Callable[[F], F]) -> Callable[[F], F]:
 
 source_argument = click.argument("source", metavar="SOURCE")
 output_argument = click.argument("output", metavar="OUTPUT", type=FOLDER)
-dry_run_option = click.option("--dry-run", is_flag=True, help="Print what would be done, and stop.")
-json_option = click.option(
-    "--json", "as_json", is_flag=True, help="Print one JSON document on stdout and nothing else."
+RUNNING, REPORTING = "How the job runs", "What is printed"
+json_option = option(
+    "--json", "as_json", is_flag=True, group=REPORTING, help="Print one JSON document on stdout and nothing else."
 )
-debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show a traceback when something fails.")
+debug_option = option(
+    "--debug", is_flag=True, expose_value=False, group=REPORTING, help="Show a traceback when something fails."
+)
 run_options = stacked(
-    click.option("--jobs", type=Least(1), help="Tasks at the same time; the CPUs at hand by default."),
-    click.option("--memory", type=SIZE, help="Memory to stay below, such as 8GiB; lowers the number of tasks."),
-    click.option("--max-shard-size", type=SIZE, default="5GB", show_default=True, help="Size of one output file."),
-    click.option("--resume", is_flag=True, help="Go on where an interrupted run stopped."),
-    click.option("--overwrite", is_flag=True, help="Replace what an earlier run wrote."),
-    click.option("--consume", is_flag=True, help="Delete each source shard when all that came of it is safe."),
+    option("--dry-run", is_flag=True, group=RUNNING, help="Print what would become of each tensor, and write nothing."),
+    option("--resume", is_flag=True, group=RUNNING, help="Go on with what an interrupted run of this command left."),
+    option("--overwrite", is_flag=True, group=RUNNING, help="Replace what an earlier run wrote to OUTPUT."),
+    option(
+        "--jobs",
+        type=Least(1),
+        metavar="N",
+        group=RUNNING,
+        help="Tensors that are converted at the same time.  [default: one per CPU]",
+    ),
+    option(
+        "--memory",
+        type=SIZE,
+        group=RUNNING,
+        help="Memory that the job may use, such as 8GiB; with less, fewer tensors are converted at the same time.  "
+        "[default: four fifths of what is free]",
+    ),
+    option(
+        "--max-shard-size",
+        type=SIZE,
+        default="5GB",
+        show_default=True,
+        group=RUNNING,
+        help="Largest size of one output file.",
+    ),
+    option(
+        "--consume",
+        is_flag=True,
+        group=RUNNING,
+        help="Delete each file of SOURCE as soon as all that came of it is safely written.",
+    ),
 )
 
 
+CALIBRATING = "Calibration (a text runs through SOURCE first)"
 calibration_options = stacked(
-    click.option(
+    option(
         "--calibrate",
         "text",
         type=click.Path(path_type=Path),
         metavar="TEXT",
-        help="Run this text through the source, layer by layer: for gptq, awq, and the static scales of w4afp8.",
+        group=CALIBRATING,
+        help="UTF-8 text file. Needed by the solvers gptq and awq; also measures static activation scales for w4afp8.",
     ),
-    click.option(
+    option(
         "--calibrate-windows",
         "windows",
         type=Least(1),
         default=256,
         show_default=True,
-        help="Windows of the text, evenly spaced.",
+        metavar="N",
+        group=CALIBRATING,
+        help="Number of passages that are taken from the text, evenly spaced.",
     ),
-    click.option(
+    option(
         "--calibrate-window",
         "window",
         type=Least(2),
         default=128,
         show_default=True,
         metavar="TOKENS",
-        help="Tokens in each of them.",
+        group=CALIBRATING,
+        help="Length of each passage.",
     ),
-    click.option(
+    option(
         "--act-order/--no-act-order",
         default=None,
-        help="Whether gptq rounds the columns with the largest inputs first; it does by default.",
+        group=CALIBRATING,
+        help="For gptq: round the columns with the largest inputs first.  [default: act-order]",
     ),
-    click.option(
+    option(
         "--percentile",
         type=float,
         default=100.0,
         show_default=True,
-        help="Share of an activation that its static scale covers, in percent.",
+        group=CALIBRATING,
+        help="Percentage of activation values that a static activation scale must cover.",
     ),
 )
 CALIBRATION = {
@@ -163,9 +201,9 @@ def calibration_taken(options: dict[str, Any]) -> dict[str, Any] | None:
     if given["text"] is not None:
         return given
     source = click.get_current_context().get_parameter_source
-    for name, option in CALIBRATION.items():
+    for name, spelled in CALIBRATION.items():
         if source(name) is click.core.ParameterSource.COMMANDLINE:
-            raise OptionError(f"{option} needs --calibrate TEXT")
+            raise OptionError(f"{spelled} needs --calibrate TEXT")
     return None
 
 
@@ -176,13 +214,23 @@ def progress_for(as_json: bool) -> Progress | None:
     return Silent() if as_json else None
 
 
-def print_conversion(result: ConversionResult, *, as_json: bool) -> None:
-    """Print what a conversion did, or would do."""
+def print_conversion(result: ConversionResult, following: str, *, as_json: bool) -> None:
+    """Print what a conversion did, or would do, and the command that usually follows."""
     if as_json:
         print_json(result.to_json())
         return
     for output in result.outputs:
         click.echo(output.summary.table() if result.dry_run else f"{output.path}: {output.summary.line()}")
+    if not result.dry_run:
+        say(f"done in {duration(result.seconds)}; next: {following}")
+
+
+def duration(seconds: float) -> str:
+    """For people."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, hours = seconds / 60, seconds / 3600
+    return f"{minutes:.0f} min" if minutes < 90 else f"{hours:.1f} h"
 
 
 def say(message: str) -> None:
@@ -191,10 +239,9 @@ def say(message: str) -> None:
 
 
 def fail(message: str, hint: str | None, code: int = 1) -> NoReturn:
-    """Print an error and leave with an exit code."""
-    say(f"error: {message}")
-    if hint:
-        say(f"hint: {hint}")
+    """Print an error, the way out before the details, and leave with an exit code."""
+    first, *details = message.split("\n")
+    say("\n".join([f"error: {first}", *([f"hint: {hint}"] if hint else []), *details]))
     sys.exit(code)
 
 

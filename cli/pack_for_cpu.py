@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
+from .help import Command, option
 from .options import (
     Choice,
     Least,
     debug_option,
-    dry_run_option,
     json_option,
     output_argument,
     print_conversion,
@@ -29,19 +29,46 @@ LAYOUTS = (
 )  # as the registry has them; a test compares
 
 
-@click.command("pack-for-cpu")
+WHAT, RANKS = "What OUTPUT will be", "Several processes (ranks) that share the model"
+
+
+@click.command(
+    "pack-for-cpu",
+    cls=Command,
+    examples=(
+        ("pack-for-cpu quantized packed", "pack a quantized checkpoint"),
+        ("pack-for-cpu quantized packed --tp 2", "for two processes, each with half of every matrix"),
+        ("pack-for-cpu packed quantized --unpack", "the way back"),
+    ),
+)
 @source_argument
 @output_argument
-@click.option("--layout", type=Choice(LAYOUTS), help="Layout to prefer for the weights that it can hold.")
-@click.option("--tp", type=Least(1), default=1, help="Cut every matrix for this many ranks.")
-@click.option("--ep", type=Least(1), default=1, help="Deal the experts to this many groups of ranks.")
-@click.option("--absorbed", is_flag=True, help="Also split kv_b_proj of latent attention into w_kc and w_vc.")
-@click.option("--no-join", is_flag=True, help="Pack q, k, v and gate, up as Linears of their own, not as one.")
-@click.option(
-    "--unpack", is_flag=True, help="SOURCE is a packed directory; write the checkpoint that it was made from."
+@option(
+    "--layout",
+    type=Choice(LAYOUTS),
+    group=WHAT,
+    help="Layout to prefer for the weights that it can hold.  [default: by the number format of each weight]",
+)
+@option(
+    "--absorbed",
+    is_flag=True,
+    group=WHAT,
+    help="For latent attention (DeepSeek): also split kv_b_proj into w_kc and w_vc, as engines that absorb it want.",
+)
+@option(
+    "--no-join",
+    is_flag=True,
+    group=WHAT,
+    help="Keep q, k, v and gate, up as modules of their own instead of joining them to one.",
+)
+@option("--unpack", is_flag=True, group=WHAT, help="Turn the packed directory SOURCE back into a checkpoint.")
+@option(
+    "--tp", type=Least(1), default=1, metavar="N", group=RANKS, help="Tensor parallel: cut every matrix for N ranks."
+)
+@option(
+    "--ep", type=Least(1), default=1, metavar="N", group=RANKS, help="Expert parallel: deal the experts to N ranks."
 )
 @run_options
-@dry_run_option
 @json_option
 @debug_option
 def pack_for_cpu(
@@ -57,11 +84,13 @@ def pack_for_cpu(
     as_json: bool,
     **running: Any,
 ) -> None:
-    """Pack the checkpoint SOURCE (16-bit or quantized) for CPUs and write it to OUTPUT.
+    """Write the weights of the checkpoint SOURCE to the directory OUTPUT, in the order in which CPU kernels read them.
 
-    Quantized weights keep their codes; 16-bit matrices are packed in bf16. q, k and v of an attention become one
-    Linear, and so do gate and up of an MLP, where they are of one kind and of whole blocks of rows. With --tp or --ep,
-    OUTPUT holds a directory for each rank.
+    SOURCE is a directory, 16-bit or quantized, a .safetensors file, or a Hugging Face hub id.
+
+    Nothing is quantized here: quantized weights keep their codes, 16-bit matrices are stored in bf16. q, k and v of
+    an attention are joined to one module, and so are gate and up of an MLP, where they have the same number format and
+    whole blocks of rows. With --tp or --ep, OUTPUT holds a directory for each rank.
     """
     import tilewright
 
@@ -74,4 +103,6 @@ def pack_for_cpu(
     else:
         options = tilewright.PackOptions("cpu", layout, tp, ep, absorbed, not no_join)
         result = tilewright.pack(source, output, options, run=run, dry_run=dry_run, progress=progress)
-    print_conversion(result, as_json=as_json)
+    print_conversion(
+        result, f"verify-accuracy {source} {output}" if not unpack else f"inspect-model {output}", as_json=as_json
+    )

@@ -7,11 +7,11 @@ from typing import Any
 
 import click
 
+from .help import Command, option
 from .options import (
     Choice,
     Least,
     debug_option,
-    dry_run_option,
     json_option,
     output_argument,
     print_conversion,
@@ -24,30 +24,42 @@ from .options import (
 LAYOUTS = ("gpu-cutlass-w4", "gpu-trtllm-w4", "gpu-hopper-w4")  # as the registry has them; a test compares
 
 
-@click.command("pack-for-gpu")
+WHAT, RANKS = "What OUTPUT will be", "Several GPUs (ranks) that share the model"
+
+
+@click.command(
+    "pack-for-gpu",
+    cls=Command,
+    examples=(
+        ("pack-for-gpu quantized packed", "for the bundled Hopper kernel"),
+        ("pack-for-gpu quantized packed --layout gpu-cutlass-w4 --ep 8", "for SGLang, experts on 8 GPUs"),
+    ),
+)
 @source_argument
 @output_argument
-@click.option(
+@option(
     "--layout",
     type=Choice(LAYOUTS),
     default="gpu-hopper-w4",
     show_default=True,
-    help="Byte order of the experts: of the bundled kernel, SGLang's (gate first) or TensorRT-LLM's (up first).",
+    group=WHAT,
+    help="Byte order of the experts: for the bundled kernel, for SGLang, or for TensorRT-LLM.",
 )
-@click.option("--ep", type=Least(1), default=1, help="Deal the experts to this many ranks.")
-@click.option(
-    "--unpack", is_flag=True, help="SOURCE is a packed directory; write the checkpoint that it was made from."
+@option("--unpack", is_flag=True, group=WHAT, help="Turn the packed directory SOURCE back into a checkpoint.")
+@option(
+    "--ep", type=Least(1), default=1, metavar="N", group=RANKS, help="Expert parallel: deal the experts to N ranks."
 )
 @run_options
-@dry_run_option
 @json_option
 @debug_option
 def pack_for_gpu(
     source: str, output: Path, layout: str, ep: int, unpack: bool, dry_run: bool, as_json: bool, **running: Any
 ) -> None:
-    """Pack the int4 experts of the checkpoint SOURCE for Hopper GPUs and write it to OUTPUT.
+    """Write the checkpoint SOURCE to the directory OUTPUT, its int4 experts in the order in which Hopper kernels read.
 
-    Codes are kept, scales are rounded to bf16 as kernels read them, and all other tensors are copied. With --ep,
+    SOURCE is a directory, a .safetensors file, or a Hugging Face hub id; quantize-model --scheme w4afp8 makes it.
+
+    Codes are kept, scales are rounded to bf16 as the kernels read them, all other tensors are copied. With --ep,
     OUTPUT holds a directory for each rank. No GPU is needed.
     """
     import tilewright
@@ -60,4 +72,4 @@ def pack_for_gpu(
     else:
         options = tilewright.PackOptions("gpu", layout, ep=ep)
         result = tilewright.pack(source, output, options, run=run, dry_run=dry_run, progress=progress)
-    print_conversion(result, as_json=as_json)
+    print_conversion(result, f"inspect-model {output}", as_json=as_json)

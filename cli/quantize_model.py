@@ -7,12 +7,13 @@ from typing import Any
 
 import click
 
+from .help import Command, option
 from .options import (
+    RUNNING,
     Choice,
     calibration_options,
     calibration_taken,
     debug_option,
-    dry_run_option,
     json_option,
     output_argument,
     print_conversion,
@@ -27,50 +28,108 @@ SCHEMES = ("block-fp8", "int8", "int4", "w4afp8")  # as the registries have them
 SOLVERS = ("rtn", "mse", "gptq", "awq")
 FORMS = ("native", "compressed-tensors")
 
+WHAT, WHICH, LAYOUT = (
+    "What OUTPUT will be",
+    "Which weights are quantized",
+    "How SOURCE is laid out, where that is unclear",
+)
 what_options = stacked(
-    click.option("--scheme", type=Choice(SCHEMES), required=True, help="Numbers that the weights get."),
-    click.option("--format", "form", type=Choice(FORMS), help="Spelling on disk; the scheme's first by default."),
-    click.option("--group-size", type=Choice(("32", "64", "128")), help="Group size of int4; 128 by default."),
-    click.option("--exclude", multiple=True, metavar="PATTERN", help="Leave these modules as they are; repeatable."),
-    click.option("--include", multiple=True, metavar="PATTERN", help="Quantize what is left alone by default."),
-    click.option(
-        "--experts-order",
-        type=Choice(("gate-up", "up-gate", "interleaved")),
-        help="Order of gate and up rows in stacked experts.",
+    option(
+        "--scheme",
+        type=Choice(SCHEMES),
+        required=True,
+        group=WHAT,
+        help="Quantization scheme: 8-bit floats in blocks; 8-bit integers; 4-bit integers; 4-bit experts in an 8-bit "
+        "float model.",
     ),
-    click.option("--experts-transposed", is_flag=True, help="Stacked experts are stored [in, out]."),
-    click.option(
+    option(
+        "--format",
+        "form",
+        type=Choice(FORMS),
+        group=WHAT,
+        help="Checkpoint format: names and dtypes of the tensors on disk, which decide what engines can load it.  "
+        "[default: native; for int4 compressed-tensors]",
+    ),
+    option(
+        "--group-size",
+        type=Choice(("32", "64", "128")),
+        group=WHAT,
+        help="Columns of an int4 weight that share a scale.  [default: 128]",
+    ),
+    option(
+        "--solver",
+        type=Choice(SOLVERS),
+        group=WHAT,
+        help="How the numbers are chosen: rtn rounds to nearest; mse searches the scale with the least error; gptq and "
+        "awq need --calibrate.  [default: rtn for block-fp8 and int8, mse for int4 and w4afp8]",
+    ),
+    option(
+        "--exclude", multiple=True, metavar="PATTERN", group=WHICH, help="Leave these modules as they are; repeatable."
+    ),
+    option(
+        "--include",
+        multiple=True,
+        metavar="PATTERN",
+        group=WHICH,
+        help="Quantize these modules although they are left as they are by default, such as lm_head; repeatable.",
+    ),
+    option(
         "--mtp",
         type=Choice(("convert", "keep", "drop", "draft")),
         default="convert",
         show_default=True,
-        help="Layers for multi-token prediction: quantize them, keep them as they are, leave them out, or make "
-        "OUTPUT a draft model of that layer alone.",
+        group=WHICH,
+        help="Layers for multi-token prediction: quantize them, keep them as they are, leave them out, or write only "
+        "them, as a draft model for speculative decoding.",
     ),
-    click.option(
+    option(
         "--tied-head",
         type=Choice(("as-source", "tie")),
-        help="An output head that is absent and not tied: leave it so, or declare it tied.",
+        group=WHICH,
+        help="If SOURCE has no output head and does not say that the embedding serves as one: leave it so, or say so.",
     ),
-    click.option("--solver", type=Choice(SOLVERS), help="How scales are chosen; the scheme's own by default."),
-    click.option("--strict", is_flag=True, help="Refuse what would otherwise be noted."),
+    option("--strict", is_flag=True, group=WHICH, help="Refuse the job where a note would warn."),
+    option(
+        "--experts-order",
+        type=Choice(("gate-up", "up-gate", "interleaved")),
+        group=LAYOUT,
+        help="Order of gate and up rows where experts are stacked in one tensor.",
+    ),
+    option("--experts-transposed", is_flag=True, group=LAYOUT, help="Stacked experts are stored [in, out]."),
 )
 
 
-@click.command("quantize-model")
+@click.command(
+    "quantize-model",
+    cls=Command,
+    examples=(
+        ("quantize-model org/model out --scheme block-fp8 --dry-run", "what would become of each tensor?"),
+        ("quantize-model org/model out --scheme int8 --format compressed-tensors", "for vLLM"),
+        ("quantize-model model out --scheme int4 --solver gptq --calibrate text.txt", "4 bits with calibration"),
+    ),
+)
 @source_argument
 @output_argument
 @what_options
 @calibration_options
 @run_options
-@click.option("--device", type=Choice(("cpu", "cuda")), default="cpu", show_default=True, help="Who computes.")
-@dry_run_option
+@option(
+    "--device",
+    type=Choice(("cpu", "cuda")),
+    default="cpu",
+    show_default=True,
+    group=RUNNING,
+    help="Device for quantization.",
+)
 @json_option
 @debug_option
 def quantize_model(source: str, output: Path, device: str, dry_run: bool, as_json: bool, **options: Any) -> None:
-    """Convert the checkpoint SOURCE (a directory, a .safetensors file or a hub id) and write it to OUTPUT.
+    """Quantize the checkpoint SOURCE and write the result to the directory OUTPUT.
 
-    PATTERN is a dotted path, a part of one, a glob, or re:REGEX.
+    SOURCE is a directory, a .safetensors file, or a Hugging Face hub id such as org/name or org/name@revision.
+
+    PATTERN names modules: a dotted path such as model.layers.0, the end of one such as lm_head, a glob such as
+    *.mlp.*, or re: and a regular expression.
     """
     import tilewright
 
@@ -86,4 +145,4 @@ def quantize_model(source: str, output: Path, device: str, dry_run: bool, as_jso
         dry_run=dry_run,
         progress=progress_for(as_json),
     )
-    print_conversion(result, as_json=as_json)
+    print_conversion(result, f"verify-accuracy {source} {output}, or pack-for-cpu {output} PACKED", as_json=as_json)

@@ -8,40 +8,115 @@ from typing import Any
 
 import click
 
-from .options import FOLDER, Choice, Least, debug_option, json_option, print_json, progress_for, stacked
+from .help import Command, option
+from .options import FOLDER, REPORTING, Choice, Least, debug_option, json_option, print_json, progress_for, stacked
 
 BELOW_THRESHOLD = 3
 LEVELS = ("weights", "layers", "model")  # as packer.verify.options has them; a test compares
 
+WHAT, SERVED, PASSES = "What is compared", "A running server", "What passes"
+
 what_options = stacked(
-    click.option("--level", type=Choice(LEVELS), default="weights", show_default=True, help="How far to go."),
-    click.option("--text", type=FOLDER, help="UTF-8 file to compare models on; needed for --level model."),
-    click.option("--windows", type=Least(1), default=256, show_default=True, help="Windows out of the text."),
-    click.option("--window", type=Least(2), default=128, show_default=True, help="Tokens in each window."),
-    click.option("--decode-steps", type=Least(0), default=4, show_default=True, help="Last tokens fed one at a time."),
-    click.option(
-        "--checksums/--no-checksums", default=True, help="Compare files with their manifest first; done by default."
+    option(
+        "--level",
+        type=Choice(LEVELS),
+        default="weights",
+        show_default=True,
+        group=WHAT,
+        help="weights: every tensor. layers: also every packed layer, run by the kernels of this machine. model: also "
+        "both models, on a text.",
+    ),
+    option(
+        "--text", type=FOLDER, metavar="FILE", group=WHAT, help="UTF-8 text that --level model compares the models on."
+    ),
+    option(
+        "--windows",
+        type=Least(1),
+        default=256,
+        show_default=True,
+        metavar="N",
+        group=WHAT,
+        help="Number of passages that are taken from the text, evenly spaced.",
+    ),
+    option(
+        "--window",
+        type=Least(2),
+        default=128,
+        show_default=True,
+        metavar="TOKENS",
+        group=WHAT,
+        help="Length of each passage.",
+    ),
+    option(
+        "--decode-steps",
+        type=Least(0),
+        default=4,
+        show_default=True,
+        metavar="N",
+        group=WHAT,
+        help="Last tokens of each passage that are fed one at a time, as in generation.",
+    ),
+    option(
+        "--checksums/--no-checksums",
+        default=True,
+        group=WHAT,
+        help="Compare files with the SHA-256 in their manifest.json first.  [default: checksums]",
     ),
 )
 threshold_options = stacked(
-    click.option("--max-weight-error", type=float, help="Relative error of a tensor; its format's bound by default."),
-    click.option("--max-layer-error", type=float, default=1e-2, show_default=True, help="Relative error of a layer."),
-    click.option("--max-kl", type=float, default=0.02, show_default=True, help="KL divergence in nats per token."),
+    option(
+        "--max-weight-error",
+        type=float,
+        group=PASSES,
+        help="Largest relative error of a tensor.  [default: the bound of its number format]",
+    ),
+    option(
+        "--max-layer-error",
+        type=float,
+        default=1e-2,
+        show_default=True,
+        group=PASSES,
+        help="Largest relative error of a packed layer's output.",
+    ),
+    option(
+        "--max-kl",
+        type=float,
+        default=0.02,
+        show_default=True,
+        group=PASSES,
+        help="Largest mean Kullback-Leibler divergence of the models' predictions, in nats per token.",
+    ),
 )
 served_options = stacked(
-    click.option("--served", metavar="URL", help="Verify a running vLLM or SGLang server in the place of CANDIDATE."),
-    click.option("--model", metavar="NAME", help="Which of the server's models; needed if it has several."),
-    click.option("--choices", type=Least(1), help="Choices to ask the server for; all of a small vocabulary, else 20."),
+    option(
+        "--served", metavar="URL", group=SERVED, help="Verify a running vLLM or SGLang server in place of CANDIDATE."
+    ),
+    option("--model", metavar="NAME", group=SERVED, help="Which of the server's models; needed if it has several."),
+    option(
+        "--choices",
+        type=Least(1),
+        metavar="N",
+        group=SERVED,
+        help="Most likely tokens that the server is asked for.  [default: all of a small vocabulary, else 20]",
+    ),
 )
 
 
-@click.command("verify-accuracy")
+@click.command(
+    "verify-accuracy",
+    cls=Command,
+    examples=(
+        ("verify-accuracy org/model quantized", "every tensor within the bound of its format?"),
+        ("verify-accuracy org/model packed --level layers", "and do the kernels compute what they should?"),
+        ("verify-accuracy org/model packed --level model --text text.txt --report report.html", "and the whole model?"),
+    ),
+)
 @click.argument("reference")
 @click.argument("candidate", required=False)
 @what_options
 @served_options
 @threshold_options
-@click.option("--report", type=FOLDER, help="Write a self-contained HTML page.")
+@option("--report", type=FOLDER, metavar="FILE", group=REPORTING, help="Write an HTML page with everything found.")
 @json_option
 @debug_option
 def verify_accuracy(
@@ -57,11 +132,11 @@ def verify_accuracy(
     as_json: bool,
     **what: Any,
 ) -> None:
-    """Compare CANDIDATE, quantized or packed, with REFERENCE; exit with 3 if it is worse than allowed.
+    """Compare CANDIDATE, a quantized or packed model, with REFERENCE, the model that it was made from.
 
-    Each level includes those before it: weights compares every tensor, layers runs every packed layer by the bundled
-    kernels, model runs both models on a text, one layer of each in memory at a time. Files of which a manifest.json
-    tells the SHA-256 must have it. With --served URL, what a running server predicts for the text is compared.
+    Both are directories, .safetensors files, or Hugging Face hub ids. The exit code is 3 if CANDIDATE is worse than
+    allowed. Whole models are compared with one layer of each in memory at a time. With --served, CANDIDATE is a running
+    server, and what it predicts for the text is compared.
     """
     import tilewright
     from tilewright.packer.verify.summary import summary

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,10 +14,9 @@ from tilewright.kernels.tensors import TensorSpec
 from .checkpoint import detect_weights
 from .engine.job import Destination, Job
 from .estimate import compute_seconds
+from .folding import pattern, with_ranges
 from .pack.parallel import Degree, described, expert_parallel, tensor_parallel
 from .plan import Fate, Plan
-
-NUMBER = re.compile(r"(?<=\.)(\d+)(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -158,14 +156,14 @@ def _groups(plan: Plan, specs: Mapping[str, TensorSpec]) -> Iterable[Group]:
     for name, fate in plan.fates.items():
         spec = specs[name]
         before = f"{DTYPE_NAMES[spec.dtype]}{list(spec.shape)}"
-        key = (NUMBER.sub("#", name), fate.kind, fate.reason, before, _after(fate, plan))
+        key = (pattern(name), fate.kind, fate.reason, before, _after(fate, plan))
         members.setdefault(key, []).append(name)
     counted: set[str] = set()
     for (_, kind, reason, before, after), names in members.items():
         outputs = {output for name in names for output in plan.fates[name].outputs} - counted
         counted |= outputs
         yield Group(
-            _with_ranges(names),
+            with_ranges(names),
             len(names),
             kind,
             reason,
@@ -180,15 +178,6 @@ def _after(fate: Fate, plan: Plan) -> str:
     if fate.kind == "dropped":
         return "nothing"
     return "+".join(dict.fromkeys(DTYPE_NAMES[plan.tensors[output].dtype] for output in fate.outputs))
-
-
-def _with_ranges(names: list[str]) -> str:
-    """What names have in common, each number that varies replaced by its range."""
-    columns = zip(*(NUMBER.split(name) for name in names), strict=True)
-    parts = [set(column) for column in columns]
-    return "".join(
-        next(iter(part)) if len(part) == 1 else f"{{{min(map(int, part))}-{max(map(int, part))}}}" for part in parts
-    )
 
 
 def _size(size: float) -> str:

@@ -21,8 +21,8 @@ class TilewrightError(Exception):
     """Something in the input or the request cannot be served.
 
     Args:
-        message: Subject, fact with value and rule, without a final period.
-        hint: What the user can do about it; printed on a line of its own.
+        message: Subject, fact with value and rule, without a final period; further lines hold details.
+        hint: What the user can do about it; printed on a line of its own after the first.
     """
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
@@ -31,7 +31,8 @@ class TilewrightError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return f"{self.message}\nhint: {self.hint}" if self.hint else self.message
+        first, *details = self.message.split("\n")
+        return "\n".join([first, *([f"hint: {self.hint}"] if self.hint else []), *details])
 
 
 class OptionError(TilewrightError):

@@ -11,7 +11,7 @@ from torch import nn
 from tilewright.kernels.errors import SchemeError
 
 from ..families.experts import LONG
-from ..heap import FreedMemory
+from ..malloc_trim import FreedMemory
 from ..solvers import SOLVERS
 from ..solvers.gptq import ErrorFeedback
 from .fold import Folder

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from tilewright.kernels.errors import CheckpointError, shown
+from tilewright.kernels.packed.manifest import MANIFEST_FILE
 from tilewright.kernels.packed.records import read_object
 from tilewright.kernels.packed.safetensors_file import Entry, FileStamp, Header, MappedFile
 from tilewright.kernels.tensors import TensorSpec
@@ -18,6 +19,8 @@ from .consumed import kept_files
 from .hub import download, is_hub_id
 from .shard_index import Shards, find_shards, read_headers
 from .side_files import find_side_files
+
+UNFINISHED = ".tilewright-partial"  # folder of an output that is being written: see `records.journal`
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,9 @@ def _open_file(path: Path, consumed: bool) -> Checkpoint:
 
 
 def _open_directory(root: Path, consumed: bool) -> Checkpoint:
+    if (root / UNFINISHED).is_dir() and not (root / MANIFEST_FILE).exists():
+        hint = "the command that writes it goes on with --resume"
+        raise CheckpointError(f"{root}: an unfinished output of Tilewright", hint=hint)
     problems: list[str] = []
     config: dict[str, Any] = {}
     stamps: dict[Path, FileStamp] = {}

@@ -79,3 +79,8 @@ def split_rows(q: QTensor, rows: Sequence[int]) -> list[QTensor]:
     grid = [q.format.scale_rows(n) for n in rows] if q.format.has_scales else rows
     split_up = zip(split(q.codes, rows), split(q.scales, grid), split(q.zeros, grid), strict=True)
     return [QTensor(q.format, codes, scales, zeros) for codes, scales, zeros in split_up if codes is not None]
+
+
+def is_packed(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is a packed directory."""
+    return any("tilewright.packed" in header.metadata for header in checkpoint.headers.values())

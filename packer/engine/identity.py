@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import tilewright
@@ -80,3 +80,20 @@ def check_unchanged(
             f"the source changed while it was read: {'; '.join(changed[:8])}{more}",
             hint="nothing may write to a checkpoint while it is read; wait until its writer is done, then start anew",
         )
+
+
+def different_options(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Which options of a plan are not those of another, for people; None if all are the same."""
+    before, now = json.loads(json.dumps(before)), json.loads(json.dumps(now))
+    changed = [name for name in dict.fromkeys((*before, *now)) if before.get(name) != now.get(name)]
+    told = [f"{_option(name)} {_value(before.get(name))}, now {_value(now.get(name))}" for name in changed]
+    return f"with other options: {'; '.join(told)}" if told else None
+
+
+def _option(name: str) -> str:
+    spelled = {"form": "format", "text": "calibrate"}.get(name, name)
+    return f"--{spelled.replace('_', '-')}"
+
+
+def _value(value: Any) -> str:
+    return "not given" if value is None or value == [] else json.dumps(value).strip('"')

@@ -13,6 +13,7 @@ from ..plan import Plan
 from ..progress import Progress, Silent
 from ..records.journal import JOURNAL, PARTIAL, Journal, JournalState, read_journal
 from .failures import one_clear_message
+from .identity import different_options
 from .job import Job, RunOptions
 from .lock import LOCK, OutputLock, empty_folder
 from .output import clear, complete
@@ -108,7 +109,7 @@ def _journal(job: Job) -> Journal:
     state = read_journal(job.root) if job.options.resume else None
     if state is None:
         empty_folder(folder)
-        return Journal.begin(job.root, plans, job.source)
+        return Journal.begin(job.root, plans, job.source, {one.name: one.plan.options for one in job.destinations})
     _check_same(job, state, plans)
     return Journal.go_on(job.root, state)
 
@@ -124,4 +125,10 @@ def _check_same(job: Job, state: JournalState, plans: dict[str, str]) -> None:
             hint=hint,
         )
     if state.plans != plans:
-        raise PlanError(f"{job.root}: the options are not those of the run that --resume would go on with", hint=hint)
+        told = [
+            different_options(state.options.get(one.name, {}), one.plan.options)
+            for one in job.destinations
+            if one.name in state.options
+        ]
+        reason = next((text for text in told if text), "with other options or rules, or another --max-shard-size")
+        raise PlanError(f"{job.root}: --resume cannot go on: the run was begun {reason}", hint=hint)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from tilewright.kernels.errors import CheckpointError, PlanError
 from tilewright.kernels.packed.manifest import Manifest, read_manifest
+from tilewright.kernels.tensors import Reject
 
 from ..checkpoint.files import Checkpoint
+from ..folding import fold_rejects
 from ..plan import Copy, Plan
 from ..records.journal import JOURNAL, PARTIAL, JournalState, read_journal
 from .failures import one_clear_message
-from .identity import plan_hash, source_identity
+from .identity import different_options, plan_hash, source_identity
 from .job import Destination, Job, RunOptions, in_order
 from .lock import LOCK
 from .resources import disk_free, disk_needed, memory_plan
@@ -41,10 +43,10 @@ def prepare(plans: Mapping[Path, Plan], checkpoint: Checkpoint, options: RunOpti
     with one_clear_message(root):
         for plan in plans.values():
             _check_consistency(plan, checkpoint)
-        problems = list(dict.fromkeys(str(reject) for plan in plans.values() for reject in plan.rejects))
-        problems += _check_places(checkpoint, root, directories, options)
-        if problems:
-            raise _refusal(problems)
+        rejects = list(dict.fromkeys(reject for plan in plans.values() for reject in plan.rejects))
+        problems = _check_places(checkpoint, root, directories, options)
+        if rejects or problems:
+            raise _refusal(problems, rejects)
         source = source_identity(checkpoint)
         destinations = tuple(
             _destination(path, root, plan, checkpoint, options, source) for path, plan in plans.items()
@@ -69,7 +71,8 @@ def look_again(job: Job) -> Job:
         raise _refusal(problems)
     resume = job.options.resume
     destinations = tuple(
-        replace(one, finished=resume and _is_finished(one.directory, one.plan_hash)) for one in job.destinations
+        replace(one, finished=resume and _is_finished(one.directory, one.plan_hash, one.plan))
+        for one in job.destinations
     )
     if (job.root / PARTIAL / CLEARING).exists() and not all(one.finished for one in destinations):
         destinations = tuple(replace(one, finished=False) for one in destinations)  # the rest will be cleared too
@@ -92,13 +95,18 @@ def _destination(
     shards = plan_shards(plan, options.max_shard_size)
     digest = plan_hash(plan, checkpoint, options.max_shard_size)
     name = "" if path == root else path.name
-    return Destination(path, name, plan, shards, digest, options.resume and _is_finished(path, digest))
+    return Destination(path, name, plan, shards, digest, options.resume and _is_finished(path, digest, plan))
 
 
-def _refusal(problems: list[str]) -> PlanError:
-    if len(problems) == 1:
-        return PlanError(problems[0])
-    return PlanError(f"{len(problems)} reasons to refuse\n" + "\n".join(f"  {problem}" for problem in problems))
+def _refusal(problems: Sequence[str], rejects: Sequence[Reject] = ()) -> PlanError:
+    """All reasons in one error: what is of one kind on one line, the way out apart."""
+    lines, hint = fold_rejects(rejects)
+    lines += problems
+    if len(lines) == 1:
+        return PlanError(lines[0], hint=hint)
+    count = len(rejects) + len(problems)
+    kinds = f", of {len(lines)} kinds" if count > len(lines) else ""
+    return PlanError(f"{count} reasons to refuse{kinds}\n" + "\n".join(f"  {line}" for line in lines), hint=hint)
 
 
 def check_gone(destinations: tuple[Destination, ...], checkpoint: Checkpoint, done: Collection[str]) -> None:
@@ -236,17 +244,14 @@ def _finished(directory: Path) -> Manifest | None:
         return None  # of something else, for ours are whole or not there
 
 
-def _is_finished(output: Path, digest: str) -> bool:
+def _is_finished(output: Path, digest: str, plan: Plan) -> bool:
     manifest = _finished(output)
     if manifest is None:
         return False
     if manifest.plan != digest:
         hint = "name another directory, or replace it with --overwrite"
-        raise PlanError(
-            f"{output}: finished already by release {manifest.tool}, but from another source, with other options or by "
-            "other rules",
-            hint=hint,
-        )
+        reason = different_options(manifest.options, plan.options) or "from another source or by other rules"
+        raise PlanError(f"{output}: finished already by release {manifest.tool}, but {reason}", hint=hint)
     damaged = [
         name
         for name, record in manifest.files.items()

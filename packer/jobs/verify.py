@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint.contents import Contents
+from ..checkpoint.detection import quantization_config
 from ..checkpoint.files import Checkpoint, open_checkpoint
 from ..checkpoint.packed import packed_modules
 from ..checkpoint.reading import read_contents
 from ..engine.workers import Workers
+from ..families.config import text_config
 from ..progress import Progress, progress_on
 from ..records.manifest import FileCheck, check_files
 from ..threads import cpu_count, threads_for
@@ -26,6 +29,7 @@ from ..verify.verdict import Verification
 from ..verify.weights import Comparison, TensorResult, comparisons
 from .extras import needing_transformers
 
+log = logging.getLogger("tilewright")
 BYTES_PER_WEIGHT = 6  # while one is compared: codes, and parts of both sides
 MEMORY = 192 << 20  # bytes that tensors may need together; one that alone needs more is compared alone
 
@@ -55,6 +59,9 @@ def verify(
     sides = open_checkpoint(reference), open_checkpoint(candidate)
     contents = read_contents(sides[0]), read_contents(sides[1])
     notes = [*sides[0].notes, *sides[1].notes]
+    wrong_pair = _wrong_pair(*sides)
+    for reason in wrong_pair:
+        log.warning("%s", reason)
     files = _files(sides, progress) if options.checksums else None
     moved = follow_folds(*contents, sides[0].config.get("model_type", ""))
     tensors, histograms = _weights(moved, contents[1], options.thresholds.weight_error, progress)
@@ -77,7 +84,19 @@ def verify(
         model=model,
         notes=notes,
         files=files,
+        wrong_pair=wrong_pair,
     )
+
+
+def _wrong_pair(reference: Checkpoint, candidate: Checkpoint) -> tuple[str, ...]:
+    """What says that these two do not belong together, before any weight is compared."""
+    kinds = [text_config(side.config).get("model_type") for side in (reference, candidate)]
+    if all(kinds) and kinds[0] != kinds[1]:
+        return (f"model_type differs: the reference is `{kinds[0]}`, the candidate `{kinds[1]}`",)
+    quantized = [bool(quantization_config(side.config)) for side in (reference, candidate)]
+    if quantized == [True, False]:
+        return ("the reference is quantized and the candidate is not; are they swapped?",)
+    return ()
 
 
 def _files(sides: Sequence[Checkpoint], progress: Progress) -> FileCheck | None:

@@ -15,6 +15,7 @@ from ..checkpoint import detect_weights, quantization_config
 from ..checkpoint.encoding import StoredWeight
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.matrices import Matrix, matrices_of
+from ..checkpoint.packed import is_packed
 from ..families import family_of
 from ..families.config import gating_of, is_tied
 from ..families.family import ModelFamily
@@ -64,14 +65,10 @@ def plan_ranks(checkpoint: Checkpoint, target: PackTarget, tp: int, ep: int) -> 
     if plans[0].rejects and not plan_pack(checkpoint, target).rejects:
         legal = [size for size in DEGREES if not plan_pack(checkpoint, target, cut_of(0, size, 1)).rejects]
         dealt = [size for size in DEGREES if not plan_pack(checkpoint, target, cut_of(0, 1, size)).rejects]
-        reason = f"possible are --tp {', '.join(map(str, legal))}; alone, --ep {', '.join(map(str, dealt))}"
-        plans[0] = replace(plans[0], rejects=(*plans[0].rejects, Reject("degrees", reason)))
+        hint = f"possible are --tp {', '.join(map(str, legal))}; alone, --ep {', '.join(map(str, dealt))}"
+        asked = Reject(f"--tp {tp} --ep {ep}", "this model cannot be cut so", hint)
+        plans[0] = replace(plans[0], rejects=(asked, *plans[0].rejects))
     return plans
-
-
-def is_packed(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is a packed directory."""
-    return any("tilewright.packed" in header.metadata for header in checkpoint.headers.values())
 
 
 @dataclass

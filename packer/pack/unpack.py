@@ -11,8 +11,8 @@ from tilewright.kernels.packed.module_spec import INPUT_SCALE, Cut, ModuleSpec, 
 from tilewright.kernels.tensors import Reject, TensorSpec
 
 from ..checkpoint.files import Checkpoint
+from ..checkpoint.packed import is_packed
 from ..plan import Copy, Fate, Piece, Plan, Source, Task
-from .planner import is_packed
 from .steps import UnpackStep
 
 DAMAGED_HINT = "the directory is damaged; fetch it or pack it again"

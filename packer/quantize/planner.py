@@ -7,6 +7,7 @@ from tilewright.kernels.tensors import Reject, TensorSpec
 from ..checkpoint import detect_weights
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.naming import Naming
+from ..checkpoint.packed import is_packed
 from ..families import family_of
 from ..families.layers import draft_layer, mtp_tensors
 from ..plan import Plan
@@ -34,6 +35,9 @@ def plan_quantize(checkpoint: Checkpoint, options: QuantizeOptions, device: str 
         A complete plan. Refusals are collected in it, not raised.
     """
     chosen = options.resolved()
+    if is_packed(checkpoint):
+        hint = "pack-for-cpu --unpack turns it back into the checkpoint that it was made from; quantize that"
+        return Plan({}, (), {}, {}, rejects=(Reject(str(checkpoint.root), "is packed already", hint),))
     form = SCHEMES[options.scheme].forms[chosen["form"]]
     specs = source_specs(checkpoint)
     inventory = detect_weights(specs, checkpoint.config)

@@ -46,19 +46,23 @@ class JournalState:
     Attributes:
         plans: Output directory, relative to the journal's, -> hash of its plan.
         source: Source shard -> its identity.
+        options: Output directory -> the options of its plan, to say what differs; only the hash decides.
         finished: Finished file, relative to the output directory of the run, -> size and sha256.
         consumed: Source shards that were deleted, or were about to be.
     """
 
     plans: dict[str, str]
     source: dict[str, Identity]
+    options: dict[str, Any] = field(default_factory=dict)
     finished: dict[str, FileRecord] = field(default_factory=dict)
     consumed: set[str] = field(default_factory=set)
 
     def first_line(self) -> dict[str, Any]:
         """What the journal begins with."""
         source = {name: list(identity) for name, identity in self.source.items()}
-        return {"schema": SCHEMA, "tilewright": tilewright.__version__, "plans": self.plans, "source": source}
+        return {"schema": SCHEMA, "tilewright": tilewright.__version__, "plans": self.plans, "source": source} | (
+            {"options": self.options} if self.options else {}
+        )
 
     def add(self, line: dict[str, Any]) -> None:
         """Take in a further line.
@@ -83,6 +87,7 @@ class JournalState:
         return JournalState(
             {name: as_text(plan, "a plan") for name, plan in plans.items()},
             {name: _identity(value) for name, value in source.items()},
+            as_object(line.get("options", {}), "`options`"),
         )
 
 
@@ -131,9 +136,14 @@ class Journal:
         self._fd = -1
 
     @staticmethod
-    def begin(output: Path, plans: Mapping[str, str], source: Mapping[str, Identity]) -> Journal:
+    def begin(
+        output: Path,
+        plans: Mapping[str, str],
+        source: Mapping[str, Identity],
+        options: Mapping[str, Any] | None = None,
+    ) -> Journal:
         """A new journal in place of whatever was there."""
-        journal = Journal(output, JournalState(dict(plans), dict(source)))
+        journal = Journal(output, JournalState(dict(plans), dict(source), dict(options or {})))
         journal._open(os.O_TRUNC)
         journal._append(journal.state.first_line())
         sync_directory(journal.folder)

@@ -61,7 +61,8 @@ def check_files(root: Path, shards: Collection[str], progress: Progress | None =
         for name, one in stated.items():
             reason = difference(root / name, one) if _below(name) else "leads out of the directory"
             if reason:
-                damaged.append(f"{root}/{shown(name)}: {reason}")
+                place = str(root / name)
+                damaged.append(f"{place if place.isprintable() else shown(place)}: {reason}")
             progress.advance(one.size)
     finally:
         progress.finish()

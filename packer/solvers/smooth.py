@@ -15,7 +15,7 @@ import torch
 from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.tensors import QTensor
 
-from ..heap import FreedMemory
+from ..malloc_trim import FreedMemory
 from .blocks import block_amax, encode
 from .solver import Solver
 

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from ..heap import return_freed_pages
+from ..malloc_trim import return_freed_pages
 
 Visit = Callable[[nn.Module, str], None]
 """Acts on a module that is found under a dotted path of the model."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from typing import Any
 
+from ..folding import pattern
+
 KEPT = {"equal": "kept bit for bit", "dropped": "dropped"}
-SHOWN = 12  # failures printed; the JSON has all
+SHOWN = 12  # kinds of failures printed; the JSON has all failures
+FIGURE = re.compile(r"\d[\d.e+-]*")
 
 
 def summary(document: dict[str, Any]) -> str:
@@ -17,18 +21,30 @@ def summary(document: dict[str, Any]) -> str:
         f"reference  {document['reference']}",
         f"candidate  {document['candidate']}",
         "",
+        *_failures(document),
         *_files(document),
         *_weights(document),
         *_layers(document),
         *_model(document),
     ]
-    if document["failures"]:
-        lines += ["", f"below the threshold: {len(document['failures'])}"]
-        lines += [f"  {line}" for line in document["failures"][:SHOWN]]
-        if len(document["failures"]) > SHOWN:
-            lines.append(f"  … and {len(document['failures']) - SHOWN} more, see --json or --report")
     lines += [f"note: {note}" for note in document["notes"]]
     return "\n".join(lines)
+
+
+def _failures(document: dict[str, Any]) -> list[str]:
+    """What is wrong, before the figures: lines that differ in numbers only are one."""
+    if not document["failures"]:
+        return []
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for line in document["failures"]:
+        name, _, reason = line.partition(": ")
+        kinds.setdefault((pattern(name), FIGURE.sub("#", reason)), []).append(line)
+    lines = [f"below the threshold: {len(document['failures'])}"]
+    shown = list(kinds.values())[:SHOWN]
+    lines += [f"  {found[0]}" + (f" (and {len(found) - 1} like it)" if len(found) > 1 else "") for found in shown]
+    if len(kinds) > SHOWN:
+        lines.append(f"  … and {len(kinds) - SHOWN} kinds more, see --json or --report")
+    return [*lines, ""]
 
 
 def _row(label: str, text: str) -> str:

@@ -37,6 +37,7 @@ class Verification:
         model: Whole-model numbers; None below level `model`.
         notes: Things worth telling.
         files: Files compared with their manifests; None without any, or if that was not asked for.
+        wrong_pair: What says that the two do not belong together.
     """
 
     reference: str
@@ -49,9 +50,13 @@ class Verification:
     model: ModelResult | None = None
     notes: Sequence[str] = ()
     files: FileCheck | None = None
+    wrong_pair: Sequence[str] = ()
 
     def failures(self) -> list[str]:
-        """One line for each thing below its threshold, damaged files and then the worst first; empty if all passes."""
+        """One line for each thing below its threshold, empty if all passes.
+
+        A wrong pair comes first, then damaged files, then the worst of each level.
+        """
         lines = list(self.files.damaged) if self.files else []
         lines += [f"{result.name}: {result.status}: {result.note}" for result in self.tensors if result.failed]
         limit = self.thresholds.layer_error
@@ -59,7 +64,7 @@ class Verification:
         lines += [f"{layer.name}: kernel output is off by {layer.relative:.3g}, allowed {limit:.3g}" for layer in bad]
         if self.model and not self.model.overall.kl <= self.thresholds.kl:
             lines.append(f"model: KL divergence {self.model.overall.kl:.3g}, allowed {self.thresholds.kl:.3g}")
-        return lines
+        return [*self.wrong_pair, *lines] if lines else []
 
     @property
     def passed(self) -> bool:

@@ -181,11 +181,11 @@ def test_changed_options_refuse_to_resume(make_source: MakeSource, make_plan: Ma
     source, output = make_source(), tmp_path / "out"
     interrupted(source, output, make_plan)
     checkpoint = open_checkpoint(source)
-    with pytest.raises(PlanError, match="options are not those"):
+    with pytest.raises(PlanError, match="begun with other options"):
         execute(
             make_plan(checkpoint, {"scheme": "u"}), checkpoint, output, RunOptions(resume=True, max_shard_size=SHARD)
         )
-    with pytest.raises(PlanError, match="options are not those"):
+    with pytest.raises(PlanError, match="another --max-shard-size"):
         execute(make_plan(checkpoint), checkpoint, output, RunOptions(resume=True, max_shard_size=SHARD + 1))
 
 

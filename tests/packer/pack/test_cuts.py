@@ -160,7 +160,8 @@ def test_refused_cuts_name_the_possible_ones(quantized: Call) -> None:
     plans = plan_ranks(open_checkpoint(quantized("tiny-qwen3-moe", "w4afp8")), CpuTarget(), 4, 1)
     reasons = [str(reject) for reject in plans[0].rejects]
     assert "config.json: num_key_value_heads = 2 is not 4 equal shares" in reasons
-    assert reasons[-1] == "degrees: possible are --tp 1, 2; alone, --ep 1, 2, 4, 8"
+    hint = "possible are --tp 1, 2; alone, --ep 1, 2, 4, 8"
+    assert reasons[0] == f"--tp 4 --ep 1: this model cannot be cut so; {hint}"
 
 
 def test_a_share_is_not_unpacked(quantized: Call, unpack: Call, tmp_path: Path) -> None:
