@@ -1,22 +1,26 @@
-"""Attention of transformers models: decode steps by `attend`, everything else by transformers' own `sdpa`."""
+"""Attention of transformers models: decode steps by `attend`, everything else by transformers' own `sdpa`.
+
+Models ask by name which implementation they run: those that attend to a learned selection of keys (GLM-MoE-DSA,
+DeepSeek V3.2) put it into the mask for `eager` and `sdpa` alone. Under a name of our own they would silently attend to
+all keys. So the name stays `sdpa`, and what is registered under it is ours for the modules that were marked.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-from transformers import AttentionInterface, AttentionMaskInterface
+from torch import Tensor, nn
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import sdpa_mask
 
 from tilewright.kernels.ops.attention import attend
 
-NAME = "tilewright"
+NAME = "sdpa"
+MARK = "_attends_by_tilewright"
 
 
 def attention_forward(
-    module: torch.nn.Module,
+    module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -30,7 +34,8 @@ def attention_forward(
     A single query without a mask sees all of the cache, which is what `attend` computes. Masks (padding, windows,
     several queries), biases and gradients are left to `sdpa`.
     """
-    sees_all = query.shape[2] == 1 and attention_mask is None and not dropout
+    mine = getattr(module, MARK, False)
+    sees_all = mine and query.shape[2] == 1 and attention_mask is None and not dropout
     biased = kwargs.get("softcap") is not None or kwargs.get("position_bias") is not None
     gradient = query.requires_grad or key.requires_grad or value.requires_grad
     fits = query.dtype == key.dtype == value.dtype and query.device.type == "cpu"
@@ -40,10 +45,10 @@ def attention_forward(
 
 
 AttentionInterface.register(NAME, attention_forward)
-AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-def use_attention(model: Any) -> None:
-    """Let `attention_forward` run a transformers model that would use `sdpa`; `set_attn_implementation` undoes it."""
-    if model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation(NAME)
+def use_attention(model: nn.Module) -> None:
+    """Let `attend` run the decode steps of a transformers model where it runs `sdpa`; other models stay as they are."""
+    for module in model.modules():
+        if hasattr(module, "config"):
+            setattr(module, MARK, True)

@@ -114,7 +114,7 @@ def test_whole_mlps_norms_and_attention_unless_asked_not_to(packed: Call) -> Non
         "model.layers.0.mlp",
         *(f"model.layers.{layer}.mlp.shared_experts" for layer in range(1, 4)),
     }
-    assert fused.config._attn_implementation == "tilewright"
+    assert fused.model.layers[0].self_attn._attends_by_tilewright
     assert set(fused.state_dict()) == {name for name in fused.state_dict() if ".gate_proj." not in name}
     assert not {"PackedMlp", "RmsNorm"} & {type(module).__name__ for module in apart.modules()}
     assert apart.config._attn_implementation == "sdpa"
