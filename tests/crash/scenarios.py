@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from tilewright.packer.checkpoint.consumed import CONSUMED
 
 MODELS = Path(__file__).parents[2] / "examples" / "models"
-LAYERS, WIDTH = 2, 128
+LAYERS, WIDTH, VOCABULARY = 2, 128, 256
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Scenario:
 
 QUANTIZE = ("quantize-model", "--solver", "rtn", "--max-shard-size", "70K", "--scheme")
 PACK = ("pack-for-cpu", "--max-shard-size", "300K")
-GPTQ = ("quantize-model", "--scheme", "int4", "--solver", "gptq", "--max-shard-size", "1M", "--calibrate-windows", "2")
+GPTQ = ("quantize-model", "--scheme", "int4", "--solver", "gptq", "--max-shard-size", "70K", "--calibrate-windows", "2")
 CALIBRATE = ("--calibrate-window", "16", "--calibrate", str(MODELS / "heldout.txt"))
 SCENARIOS = (
     Scenario("plain", (*QUANTIZE, "int8")),
@@ -61,18 +61,16 @@ SCENARIOS = (
 
 
 def make_source(root: Path, calibrated: bool) -> None:
-    """A mixture-of-experts model in three shards, or the shipped one."""
-    if calibrated:
-        root.mkdir()
-        for path in (MODELS / "tiny-qwen3-moe").iterdir():
-            (root / path.name).write_bytes(path.read_bytes())
-        return
+    """A mixture-of-experts model in three shards; with the tokenizer of a shipped one if it is `calibrated`."""
+    vocabulary = VOCABULARY if calibrated else 8
     generator = torch.Generator().manual_seed(4)
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (8, WIDTH) for name in ("model.embed_tokens", "lm_head")}
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (vocabulary, WIDTH) for name in ("model.embed_tokens", "lm_head")}
     shapes["model.norm.weight"] = (WIDTH,)
     for layer in range(LAYERS):
         base = f"model.layers.{layer}."
         shapes |= {f"{base}self_attn.{name}_proj.weight": (WIDTH, WIDTH) for name in "qkvo"}
+        shapes |= {f"{base}{name}.weight": (32,) for name in ("self_attn.q_norm", "self_attn.k_norm")}
+        shapes |= {f"{base}post_attention_layernorm.weight": (WIDTH,)}
         shapes |= {f"{base}input_layernorm.weight": (WIDTH,), f"{base}mlp.gate.weight": (2, WIDTH)}
         for expert in range(2):
             experts = f"{base}mlp.experts.{expert}."
@@ -86,12 +84,13 @@ def make_source(root: Path, calibrated: bool) -> None:
         save_file({name: torch.randn(shapes[name], generator=generator).bfloat16() for name in mine}, root / file)
         files |= dict.fromkeys(mine, file)
     (root / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
-    (root / "tokenizer.json").write_text("{}")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (root / name).write_bytes((MODELS / "tiny-qwen3-moe" / name).read_bytes() if calibrated else b"{}")
     (root / "code").mkdir()
     (root / "code" / "modeling.py").write_text("x = 1\n")
     fields = {"model_type": "qwen3_moe", "hidden_size": WIDTH, "num_experts": 2, "num_hidden_layers": LAYERS}
     fields |= {"moe_intermediate_size": WIDTH, "architectures": ["Qwen3MoeForCausalLM"], "num_attention_heads": 4}
-    fields |= {"num_key_value_heads": 4, "head_dim": 32}
+    fields |= {"num_key_value_heads": 4, "head_dim": 32, "vocab_size": vocabulary, "num_experts_per_tok": 1}
     (root / "config.json").write_text(json.dumps(fields))
 
 
