@@ -53,6 +53,13 @@ test-vllm: .venv-vllm/.built
 	.venv-vllm/bin/python -m pytest -q tests/engines/vllm -m "not matrix"
 test-vllm-all: .venv-vllm/.built
 	.venv-vllm/bin/python -m pytest -q tests/engines/vllm
+# Kills at every change of the disk and 1,000 at random moments, 200 starts of runs at once, 360 moves of the source.
+crash-test: setup
+	rm -rf build/crash && mkdir -p build/crash/races build/crash/moves
+	$(CC) -shared -fPIC -O1 -o build/crash/shim.so tests/crash/shim.c -ldl
+	OMP_NUM_THREADS=1 LD_PRELOAD=$(CURDIR)/build/crash/shim.so $(BIN)/python tests/crash/crash.py build/crash/kills --random 1000
+	OMP_NUM_THREADS=1 $(BIN)/python tests/crash/races.py build/crash/races --starts 200
+	OMP_NUM_THREADS=1 $(BIN)/python tests/crash/moves.py build/crash/moves --moments 20
 docs: setup
 	$(PIP) --no-build-isolation -e ".[docs]" "$(TORCH)"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
@@ -61,4 +68,4 @@ dist: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" release/build.sh
 clean:
 	rm -rf build dist .venv .venv-vllm demo-out
-.PHONY: help setup demo check test test-fast test-vllm test-vllm-all docs dist clean
+.PHONY: help setup demo check test test-fast crash-test test-vllm test-vllm-all docs dist clean

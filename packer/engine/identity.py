@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import tilewright
 from tilewright.kernels.errors import CheckpointError
+from tilewright.kernels.packed.page_guard import page_guard
 from tilewright.kernels.packed.safetensors_file import DTYPE_NAMES, read_header
 
 from ..checkpoint.files import Checkpoint
@@ -97,3 +99,24 @@ def _option(name: str) -> str:
 
 def _value(value: Any) -> str:
     return "not given" if value is None or value == [] else json.dumps(value).strip('"')
+
+
+@contextmanager
+def reading(*checkpoints: Checkpoint) -> Iterator[None]:
+    """Read checkpoints inside the block; what came of it counts only if the block ends without an error.
+
+    Raises:
+        CheckpointError: A file changed since it was opened, or a page of one could not be read.
+    """
+    with page_guard() as lost_pages:
+        try:
+            yield
+        finally:  # numbers that make no sense may be those of a file that is being written
+            for checkpoint in checkpoints:
+                check_unchanged(checkpoint)
+        if lost := lost_pages():
+            places = ", ".join(str(checkpoint.root) for checkpoint in checkpoints)
+            raise CheckpointError(
+                f"{lost} pages of files in {places} could not be read",
+                hint="the disk or the network that they lie on fails; try again when it is well",
+            )

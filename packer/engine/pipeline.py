@@ -13,7 +13,7 @@ from ..plan import Plan
 from ..progress import Progress, Silent
 from ..records.journal import JOURNAL, PARTIAL, Journal, JournalState, read_journal
 from .failures import one_clear_message
-from .identity import different_options
+from .identity import different_options, reading
 from .job import Job, RunOptions
 from .lock import LOCK, OutputLock, empty_folder
 from .output import clear, complete
@@ -91,7 +91,8 @@ def _left_nothing(folder: Path) -> bool:
 def _run(job: Job, progress: Progress, before: Callable[[], Sequence[str]], permissions: Permissions) -> Result:
     journal = _journal(job)
     try:
-        notes = tuple(before())
+        with reading(job.checkpoint):
+            notes = tuple(before())
         check_reused(job, journal, progress)
         written = ShardRun(job, journal, progress, permissions).run()
         complete(job, journal, notes, permissions)

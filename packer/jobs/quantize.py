@@ -10,6 +10,7 @@ import torch
 from tilewright.kernels.errors import TilewrightError, check_choice
 
 from ..checkpoint.files import open_checkpoint
+from ..engine.identity import reading
 from ..engine.job import RunOptions
 from ..progress import Progress
 from ..quantize.options import QuantizeOptions
@@ -62,7 +63,10 @@ def quantize(
         return ongoing.result(job, dry_run=True, timed=True)
     ongoing.execute(job, partial(calibrate.run, job, ongoing.progress) if calibrate else tuple)
     consumed = ongoing.options.consume or checkpoint.gone
-    loss = None if consumed else measure(checkpoint, open_checkpoint(output))
+    loss = None
+    if not consumed:
+        with reading(checkpoint):
+            loss = measure(checkpoint, open_checkpoint(output))
     ongoing.tell([str(loss)] if loss else [])
     return ongoing.result(job, dry_run=False, loss=loss)
 

@@ -15,6 +15,7 @@ from ..checkpoint.detection import quantization_config
 from ..checkpoint.files import Checkpoint, open_checkpoint
 from ..checkpoint.packed import packed_modules
 from ..checkpoint.reading import read_contents
+from ..engine.identity import reading
 from ..engine.workers import Workers
 from ..families.config import text_config
 from ..progress import Progress, progress_on
@@ -57,22 +58,23 @@ def verify(
     """
     options, progress = options or VerifyOptions(), progress or progress_on()
     sides = open_checkpoint(reference), open_checkpoint(candidate)
-    contents = read_contents(sides[0]), read_contents(sides[1])
-    notes = [*sides[0].notes, *sides[1].notes]
-    wrong_pair = _wrong_pair(*sides)
-    for reason in wrong_pair:
-        log.warning("%s", reason)
-    files = _files(sides, progress) if options.checksums else None
-    moved = follow_folds(*contents, sides[0].config.get("model_type", ""))
-    tensors, histograms = _weights(moved, contents[1], options.thresholds.weight_error, progress)
-    layers = _layers(sides[1], progress) if options.includes("layers") else None
-    if layers == []:
-        notes.append("the candidate is not packed, so there are no packed layers to run")
-    model: ModelResult | None = None
-    if options.includes("model"):
-        whole_model = needing_transformers("verify.whole_model", "--level model")
-        both = list(zip(sides, contents, strict=True))
-        model = whole_model.compare_directories(both, options, load_model, progress)
+    with reading(*sides):
+        contents = read_contents(sides[0]), read_contents(sides[1])
+        notes = [*sides[0].notes, *sides[1].notes]
+        wrong_pair = _wrong_pair(*sides)
+        for reason in wrong_pair:
+            log.warning("%s", reason)
+        files = _files(sides, progress) if options.checksums else None
+        moved = follow_folds(*contents, sides[0].config.get("model_type", ""))
+        tensors, histograms = _weights(moved, contents[1], options.thresholds.weight_error, progress)
+        layers = _layers(sides[1], progress) if options.includes("layers") else None
+        if layers == []:
+            notes.append("the candidate is not packed, so there are no packed layers to run")
+        model: ModelResult | None = None
+        if options.includes("model"):
+            whole_model = needing_transformers("verify.whole_model", "--level model")
+            both = list(zip(sides, contents, strict=True))
+            model = whole_model.compare_directories(both, options, load_model, progress)
     return Verification(
         reference=str(reference),
         candidate=str(candidate),

@@ -10,66 +10,21 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import hashlib
-import importlib
 import json
 import os
-import pkgutil
 import random
 import resource
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-import tilewright.packer
-from tilewright.cli.main import load, run
-
 sys.path.insert(0, str(Path(__file__).parent))
+from children import command, fork, hashes, import_everything, wait
 from scenarios import SCENARIOS, Scenario, arguments, make_source, wrong
 
 SHIM = ctypes.CDLL(None)
-LIMIT = 120.0  # seconds that a child may take
-
-
-def import_everything() -> None:
-    """So that no child has to, and each does nothing but its work."""
-    for module in pkgutil.walk_packages(tilewright.packer.__path__, "tilewright.packer."):
-        importlib.import_module(module.name)
-    importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
-    importlib.import_module("tokenizers")
-
-
-def hashes(root: Path) -> dict[str, str]:
-    """Every file below `root` with its SHA-256."""
-    files = sorted(path for path in root.rglob("*") if path.is_file())
-    return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
-
-
-def fork(action: Callable[[], object], log: Path) -> int:
-    """Start `action` in a child."""
-    child = os.fork()
-    if child:
-        return child
-    try:
-        signal.alarm(int(LIMIT))
-        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(fd, 1)
-        os.dup2(fd, 2)
-        action()
-        os._exit(0)
-    except SystemExit as error:
-        os._exit(error.code if isinstance(error.code, int) else 1)
-    except BaseException as error:
-        os.write(2, f"{type(error).__name__}: {error}\n".encode())
-        os._exit(99)
-
-
-def wait(child: int) -> int:
-    """How a child ended."""
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 class Bench:
@@ -101,22 +56,22 @@ class Bench:
         shutil.copytree(self.template, place)
         return place
 
-    def _run(self, place: Path, command: tuple[str, ...], more: tuple[str, ...], kill: int, tell: int = -1) -> None:
+    def _run(self, place: Path, words: tuple[str, ...], more: tuple[str, ...], kill: int, tell: int = -1) -> None:
         SHIM.crash_arm(str(place).encode(), ctypes.c_long(kill))
         try:
-            run(load(command[0]), command[0], arguments(command, place / "source", place / "output", *more))
+            command(words[0], *arguments(words, place / "source", place / "output", *more))()
         finally:
             if tell >= 0:
                 SHIM.crash_count.restype = ctypes.c_long
                 os.write(tell, str(SHIM.crash_count()).encode())
 
-    def start(self, place: Path, command: tuple[str, ...], *more: str, kill: int = 0) -> int:
+    def start(self, place: Path, words: tuple[str, ...], *more: str, kill: int = 0) -> int:
         """Start the command in a child."""
-        return fork(lambda: self._run(place, command, more, kill), self.log)
+        return fork(lambda: self._run(place, words, more, kill), self.log)
 
-    def convert(self, place: Path, command: tuple[str, ...], *more: str, kill: int = 0) -> int:
+    def convert(self, place: Path, words: tuple[str, ...], *more: str, kill: int = 0) -> int:
         """Run the command in a child; its exit code, or minus its signal."""
-        return wait(self.start(place, command, *more, kill=kill))
+        return wait(self.start(place, words, *more, kill=kill))
 
     @property
     def more(self) -> tuple[str, ...]:
@@ -136,13 +91,13 @@ class Bench:
 
     def end(self, place: Path) -> str:
         """Go on as a user would, and say what is wrong with the result."""
-        command = tuple(word for word in self.scenario.command if word != "--overwrite")
-        codes = [self.convert(place, command, "--resume")]
+        words = tuple(word for word in self.scenario.command if word != "--overwrite")
+        codes = [self.convert(place, words, "--resume")]
         if codes[-1] == 1 and "--overwrite" in self.scenario.command:
             codes.append(self.convert(place, self.scenario.command))
         if codes[-1] != 0:
             return f"exit codes {codes}: {self.log.read_text()[-300:]}"
-        again = self.convert(place, command, "--resume")  # so that a loop until success ends
+        again = self.convert(place, words, "--resume")  # so that a loop until success ends
         if again != 0:
             return f"--resume on the finished output exits {again}: {self.log.read_text()[-300:]}"
         return wrong(self.scenario, place / "source", place / "output", self.final, self.shards, hashes)
@@ -160,11 +115,9 @@ class Bench:
         """Kill the run, and what goes on with it, whenever."""
         self.log.write_text("")
         place = self.fresh("run")
-        command = tuple(word for word in self.scenario.command if word != "--overwrite")
-        for attempt in range(2):
-            child = self.start(
-                place, command if attempt else self.scenario.command, *(("--resume",) if attempt else self.more)
-            )
+        first, later = (self.scenario.command, *self.more), (*self.scenario.command, "--resume")
+        for words in (first, tuple(word for word in later if word != "--overwrite")):
+            child = self.start(place, words)
             time.sleep(rng.uniform(0, seconds))
             os.kill(child, signal.SIGKILL)
             wait(child)

@@ -64,7 +64,9 @@ def make_source(root: Path, calibrated: bool) -> None:
     """A mixture-of-experts model in three shards; with the tokenizer of a shipped one if it is `calibrated`."""
     vocabulary = VOCABULARY if calibrated else 8
     generator = torch.Generator().manual_seed(4)
-    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (vocabulary, WIDTH) for name in ("model.embed_tokens", "lm_head")}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{name}.weight": (vocabulary, WIDTH) for name in ("model.embed_tokens", "lm_head")
+    }
     shapes["model.norm.weight"] = (WIDTH,)
     for layer in range(LAYERS):
         base = f"model.layers.{layer}."
