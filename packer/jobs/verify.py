@@ -87,6 +87,7 @@ def verify(
         notes=notes,
         files=files,
         wrong_pair=wrong_pair,
+        options=options,
     )
 
 

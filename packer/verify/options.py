@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -64,3 +65,29 @@ class VerifyOptions:
     def includes(self, level: Level) -> bool:
         """Whether `level` is to be carried out."""
         return LEVELS.index(level) <= LEVELS.index(self.level)
+
+    def command(self, reference: str, candidate: str) -> str:
+        """The command line that asks for the same, without what is the default."""
+        words = ["verify-accuracy", reference, candidate]
+        for name, option, value in (
+            ("level", "--level", self.level),
+            ("text", "--text", self.text),
+            ("windows", "--windows", self.windows),
+            ("window", "--window", self.window),
+            ("decode_steps", "--decode-steps", self.decode_steps),
+        ):
+            if value != getattr(DEFAULTS, name):
+                words += [option, str(value)]
+        words += [] if self.checksums else ["--no-checksums"]
+        for name, option in (
+            ("weight_error", "--max-weight-error"),
+            ("layer_error", "--max-layer-error"),
+            ("kl", "--max-kl"),
+        ):
+            value = getattr(self.thresholds, name)
+            if value != getattr(DEFAULTS.thresholds, name):
+                words += [option, str(value)]
+        return shlex.join(words)
+
+
+DEFAULTS = VerifyOptions()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from tilewright.kernels.formats import FORMATS
 
 from ..records.manifest import FileCheck
 from .histograms import Histogram
-from .options import Level, Thresholds
+from .options import Level, Thresholds, VerifyOptions
 from .report import write_report
 from .results import LayerResult, ModelResult
 from .weights import TensorResult
@@ -38,6 +41,7 @@ class Verification:
         notes: Things worth telling.
         files: Files compared with their manifests; None without any, or if that was not asked for.
         wrong_pair: What says that the two do not belong together.
+        options: What was asked for; names the text and the command.
     """
 
     reference: str
@@ -51,6 +55,7 @@ class Verification:
     notes: Sequence[str] = ()
     files: FileCheck | None = None
     wrong_pair: Sequence[str] = ()
+    options: VerifyOptions | None = None
 
     def failures(self) -> list[str]:
         """One line for each thing below its threshold, empty if all passes.
@@ -80,6 +85,9 @@ class Verification:
         failures = self.failures()
         document = {
             "tool": f"tilewright {__version__}",
+            "versions": _versions(),
+            "command": self.options.command(self.reference, self.candidate) if self.options else None,
+            "text": str(self.options.text) if self.options and self.options.text else None,
             "verdict": "fail" if failures else "pass",
             "failures": failures,
             "notes": list(self.notes),
@@ -98,6 +106,15 @@ class Verification:
         }
         finite: dict[str, Any] = _finite(document)
         return finite
+
+
+def _versions() -> dict[str, str]:
+    """Of what has computed the figures."""
+    found = {"tilewright": __version__, "Python": platform.python_version()}
+    for package in ("torch", "transformers"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[package] = metadata.version(package)
+    return found
 
 
 def summarize(tensors: Sequence[TensorResult]) -> dict[str, dict[str, Any]]:

@@ -17,6 +17,7 @@ from tilewright.kernels.formats import FP8, INT4_G128, INT8
 from tilewright.kernels.tensors import QTensor
 from tilewright.packer.verify.distributions import Agreement
 from tilewright.packer.verify.histograms import Histogram
+from tilewright.packer.verify.options import VerifyOptions
 from tilewright.packer.verify.report import render, write_report
 from tilewright.packer.verify.results import LayerDrift, LayerResult, ModelResult
 from tilewright.packer.verify.verdict import Thresholds, Verification
@@ -67,6 +68,7 @@ def document() -> dict[str, Any]:
         layers=[LayerResult("model.layers.0.mlp.experts", "int4-g128", "cpu-vnni-int4", "linear_int4", (1, 5), 0.0031)],
         model=ModelResult(4, 128, 2, agreement, agreement, drift),
         notes=("a note",),
+        options=VerifyOptions("model", Thresholds(kl=0.5), Path("a text.txt"), windows=4),
     ).to_json()
 
 
@@ -87,6 +89,22 @@ def test_the_page_holds_its_json_and_nothing_from_outside(document: dict[str, An
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
+def test_the_page_can_be_read_without_a_script(document: dict[str, Any]) -> None:
+    (text,) = re.findall(r"<noscript>(.*?)</noscript>", render(document), re.DOTALL)
+    assert "FAIL  level model" in text
+    assert "candidate &amp; &lt;co&gt;" in text
+    assert "KL divergence 0.000123 nats (allowed 0.02)" in text
+
+
+def test_the_document_says_how_it_was_made(document: dict[str, Any]) -> None:
+    assert document["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]
+    assert document["text"] == "a text.txt"
+    assert document["command"] == (
+        "verify-accuracy source 'candidate & <co>' --level model --text 'a text.txt' --windows 4 --max-kl 0.5"
+    )
+    assert VerifyOptions().command("a", "b") == "verify-accuracy a b"
+
+
 def test_json_has_no_number_that_json_lacks(document: dict[str, Any]) -> None:
     json.dumps(document, allow_nan=False)
     (broken,) = (t for t in document["weights"]["tensors"] if t["name"].endswith("v_proj.weight"))
@@ -103,6 +121,7 @@ class Page(HTMLParser):
         super().__init__()
         self.figures: list[tuple[str, str]] = []
         self.cells: list[float] = []
+        self.shares: list[float] = []
         self.dots: list[tuple[str, float]] = []
         self.bars: dict[str, list[int]] = {}
         self.verdict = ""
@@ -121,6 +140,7 @@ class Page(HTMLParser):
             self.bars.setdefault(self._histogram, []).append(int(found["data-count"]))
         if "data-error" in found:
             self.cells.append(float(found["data-error"]))
+            self.shares.append(float(found["data-share"]))
         if "data-value" in found:
             self.dots.append((found["data-path"], float(found["data-value"])))
 
@@ -172,6 +192,8 @@ def test_the_heat_map_shows_the_worst_of_each_module_and_layer(document: dict[st
             place = (tensor["module"], tensor["layer"])
             worst[place] = max(worst.get(place, 0.0), tensor["relative_error"] or 0.0)
     assert len(worst) == 7
+    assert all(0 <= share <= 1 for share in drawn.shares)
+    assert max(drawn.shares) == 1  # what is above the bound
     assert sorted(drawn.cells) == pytest.approx(sorted(worst.values()))
 
 
