@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tilewright.kernels.errors import LayoutError
 from tilewright.kernels.formats import BF16, FORMATS, FP8, INT4_G32, INT8, WeightFormat
+from tilewright.kernels.formats.integer import IntegerFormat
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.tensors import QTensor, TensorSpec
 
@@ -156,7 +157,7 @@ def test_symmetric_int4_stores_zero_point_8() -> None:
         ("cpu-vnni-int8", FP8, (32, 32), 1, "holds int8, not fp8"),
         ("cpu-vnni-bf16", INT8, (32, 32), 1, "holds bf16, not int8"),
         ("cpu-vnni-int4", INT8, (32, 32), 1, "holds 4-bit codes"),
-        ("cpu-vnni-int4", WeightFormat("g96", 4, torch.uint8, 7.0, 1, 96, 8), (32, 96), 1, "group 96"),
+        ("cpu-vnni-int4", IntegerFormat("g96", 4, torch.uint8, 7.0, 1, 96, 8), (32, 96), 1, "group 96"),
         ("cpu-vnni-int8", INT8, (32, 65_537), 1, "K = 65537"),
         ("cpu-vnni-fp8", FP8, (33, 32), 2, "N = 33 rows are not 2 equal parts"),
         ("cpu-vnni-fp8", FP8, (0, 32), 1, "shape [0, 32]"),

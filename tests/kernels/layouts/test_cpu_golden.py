@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from tilewright.kernels.formats import BF16, FP8, INT4_BY_GROUP, INT8, WeightFormat
+from tilewright.kernels.formats.integer import IntegerFormat
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.tensors import QTensor
 
@@ -62,7 +63,7 @@ def test_int8(key: str) -> None:
 @pytest.mark.parametrize("key", [key.removesuffix(".q") for key in INT4 if key.endswith(".q")])
 def test_int4(key: str) -> None:
     group = int(key.split(".g")[1])
-    fmt = INT4_BY_GROUP.get(group) or WeightFormat(f"int4-g{group}", 4, torch.uint8, 7.0, 1, group, 8)
+    fmt = INT4_BY_GROUP.get(group) or IntegerFormat(f"int4-g{group}", 4, torch.uint8, 7.0, 1, group, 8)
     scales = INT4[f"{key}.scales"].transpose(-1, -2).float().contiguous()
     q = QTensor(fmt, INT4[f"{key}.q"], scales, INT4[f"{key}.zp"])
     layout = LAYOUTS["cpu-vnni-int4"]
