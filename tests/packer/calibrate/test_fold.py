@@ -68,7 +68,7 @@ def opened(path: Path) -> tuple[Checkpoint, StreamedModel, torch.Tensor]:
 def wanted(checkpoint: Checkpoint, folds: tuple[Fold, ...]) -> CalibrationTargets:
     """Experts and MLPs in int4, attention and router left alone: both kinds of readers have to follow."""
     names = [name.removesuffix(".weight") for name in checkpoint.files if name.endswith("_proj.weight")]
-    targets = {name: StorageSpec("int4-g64", "pack-quantized", torch.bfloat16) for name in names if ".mlp." in name}
+    targets = {name: StorageSpec("int4-g64", "pack-quantized") for name in names if ".mlp." in name}
     targets |= {name: target for name, target in zip(names, targets.values(), strict=False) if "q_" in name}
     copied = {name: checkpoint.spec(name).dtype for name in checkpoint.files}
     return CalibrationTargets(targets, frozenset(), copied, folds)
