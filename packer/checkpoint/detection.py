@@ -52,14 +52,16 @@ def detect_weights(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -
     """
     inventory = Inventory()
     declared, method = _declared(quantization_config(config), inventory)
-    groups = _groups(specs, declared, method, family_of(config).experts)
+    experts = family_of(config).experts
+    groups = _groups(specs, declared, method, experts)
+    known = _known_suffixes()
     refused = bool(inventory.rejects)
     owned = {name for group in groups.values() for name in group.names.values()}
     for name in specs:
         if name in groups:
             _claim(groups[name], inventory)
         elif name not in owned:
-            _loose(name, inventory)
+            _loose(name, (_split(name, known, experts) or ("", ""))[1], inventory, method)
     if refused:  # what cannot be read without the config follows from that, and need not be told
         del inventory.rejects[1:]
     return inventory
@@ -133,11 +135,21 @@ def _code_suffixes() -> list[str]:
     return list(dict.fromkeys(encoding.suffixes[0] for encoding in ENCODINGS.values()))
 
 
-def _loose(name: str, inventory: Inventory) -> None:
-    if name.rpartition(".")[2] in {"weight_scale_inv", "weight_scale"}:
+def _loose(name: str, suffix: str, inventory: Inventory, method: str) -> None:
+    """Add a tensor that belongs to no weight; in a quantized source, none may be what encodings have beside codes."""
+    if suffix in {"weight_scale_inv", "weight_scale"}:
         inventory.rejects.append(Reject(name, "is a scale without its weight", "fetch the checkpoint again"))
+    elif method and suffix and suffix not in {"weight", *ACTIVATION_SUFFIXES}:
+        reason = "belongs to a quantized weight, but what else belongs to it is missing or has another shape"
+        inventory.rejects.append(Reject(name, reason, "fetch the checkpoint again"))
     else:
         inventory.loose.append(name)
+
+
+def _known_suffixes() -> dict[str, int]:
+    """Suffix -> its place, of every tensor that an encoding knows."""
+    suffixes = (suffix for encoding in ENCODINGS.values() for suffix in encoding.suffixes)
+    return {suffix: place for place, suffix in enumerate(dict.fromkeys((*suffixes, *ACTIVATION_SUFFIXES)))}
 
 
 def _groups(
@@ -145,8 +157,7 @@ def _groups(
 ) -> dict[str, TensorGroup]:
     """Name of the codes -> group, for every module path that has a tensor of codes which could be a matrix."""
     codes = _code_suffixes()
-    suffixes = (suffix for encoding in ENCODINGS.values() for suffix in encoding.suffixes)
-    known = {suffix: place for place, suffix in enumerate(dict.fromkeys((*suffixes, *ACTIVATION_SUFFIXES)))}
+    known = _known_suffixes()
     modules: dict[str, dict[str, str]] = {}
     for name in specs:
         if found := _split(name, known, experts):

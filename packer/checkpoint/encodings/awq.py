@@ -84,6 +84,8 @@ class Awq:
         if missing := group.missing("scales", "qzeros"):
             return missing
         assert declared.block
+        if len(group.specs["qweight"].shape) != 2:
+            return group.reject(f"is {list(group.specs['qweight'].shape)}, no matrix of words", suffix="qweight")
         k, words = group.specs["qweight"].shape
         n, size = words * 8, declared.block[1] or k
         groups = -(-k // size)

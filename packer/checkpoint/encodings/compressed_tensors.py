@@ -49,7 +49,7 @@ class CompressedTensors:
             group.close()
         fields.close()
         if groups is None:  # nothing is said but how codes lie: shapes have to tell
-            unsaid = DeclaredNumbers("", packing=form)
+            unsaid = DeclaredNumbers("", packing=form if form != "dense" else "")
             return lambda module: None if _names(module, ignored) else unsaid
 
         def declared(module: str) -> DeclaredNumbers | None:

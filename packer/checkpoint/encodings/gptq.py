@@ -162,7 +162,9 @@ class AutoRoundMethod:
     def read(self, fields: Fields) -> Declared:
         """See `QuantMethod.read`."""
         fields.take("quant_method")
-        packing = fields.choose("packing_format", tuple(AUTO_ROUND_PACKINGS), "auto_round:auto_gptq")
+        packing = fields.choose("packing_format", tuple(AUTO_ROUND_PACKINGS))
+        if packing is None:
+            raise fields.fail("packing_format", "is missing, and nothing else tells how codes lie")
         fields.choose("data_type", ("int",), "int")
         bits = fields.choose("bits", KNOWN_BITS)
         if not bits:

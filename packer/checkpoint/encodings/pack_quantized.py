@@ -131,7 +131,10 @@ def _general(group: TensorGroup, declared: DeclaredNumbers) -> StoredWeight | Re
         "weight_shape": ((torch.int32, torch.int64), (2,)),
     }
     extras = ("weight_zero_point",) * (not declared.symmetric)
-    if declared.by_activation or "weight_g_idx" in group.specs:
+    if "weight_g_idx" in group.specs and not declared.by_activation:
+        reason = "has an order of activations, yet the config does not say so (`actorder`)"
+        return group.reject(reason, suffix="weight_packed")
+    if declared.by_activation:
         extras += ("weight_g_idx",)
     if "weight_shape" in group.specs:
         extras += ("weight_shape",)

@@ -46,7 +46,8 @@ class Plain:
         spec = group.specs.get("weight")
         if spec is None or not group.is_matrix() or spec.dtype not in NAMES:
             return None
-        scales = sorted(suffix for suffix in group.specs if suffix.startswith("weight_"))
+        partners = set(group.specs) - {"weight", *ACTIVATION_SUFFIXES}
+        scales = sorted(suffix for suffix in partners if suffix.startswith("weight_") or group.declared)
         if scales:
             return group.reject(
                 f"is {NAMES[spec.dtype]}, yet `{group.names[scales[0]]}` claims that it is quantized",

@@ -21,7 +21,7 @@ SCALES = ("weight_scale_inv", "weight_scale", "scale")  # three names, one meani
 CODES = {torch.float8_e4m3fn: "FP8", torch.int8: "int8"}
 KINDS = {torch.float8_e4m3fn: "float", torch.int8: "int"}
 SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu)
-PACKINGS = ("", "int-quantized", "float-quantized", "naive-quantized", "dense", "w4afp8", "mxfp8-quantized")
+PACKINGS = ("", "int-quantized", "float-quantized", "naive-quantized", "w4afp8", "mxfp8-quantized")
 MX = "mxfp8-quantized"  # scales are powers of two, stored as the bytes of float8_e8m0fnu
 
 
@@ -124,7 +124,9 @@ class Scaled:
     def _weight(self, group: TensorGroup, scale: str) -> StoredWeight | Reject:
         spec, found, declared = group.specs["weight"], group.specs[scale], group.declared
         is_mx = declared is not None and declared.packing == MX
-        if found.dtype not in SCALE_DTYPES and not (is_mx and found.dtype == torch.uint8):
+        if declared and is_mx and (declared.kind, declared.block, scale) != ("float", (1, 32), "weight_scale"):
+            return group.reject(f"is declared as {MX}, which is FP8 in groups of 32 beside `weight_scale`")
+        if found.dtype not in ((torch.uint8, torch.float8_e8m0fnu) if is_mx else SCALE_DTYPES):
             return group.reject(f"has scales of dtype {found.dtype}, which says nothing about how to read them")
         blocks = _blocks(group, spec.shape, found.shape)
         if isinstance(blocks, Reject):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from . import compressed_sources  # noqa: F401  # adds its variants
+from . import compressed_sources, float_sources  # noqa: F401  # add their variants
 from .conftest import Read
 from .sources import VARIANTS
 
