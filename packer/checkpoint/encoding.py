@@ -86,6 +86,8 @@ class StoredWeight:
         decoder: How values are read.
         stored_format: Id of the weight format in which `decoder.codes` gives the matrix unchanged; empty if in none.
         rounds_to: Id of the weight format without scales that its values are rounded to when they are packed, or empty.
+        layout: Id of the checkpoint layout that spells it, where names and shapes do not tell.
+        requantized: It has zero points or scales that outputs in `stored_format` do not: quantizing to it rounds anew.
         bare: The weight has no `.weight` at its end.
         per_expert: Of a stack, whether each tensor has a slice for each expert; one that has none serves them all.
     """
@@ -98,6 +100,8 @@ class StoredWeight:
     decoder: Decoder
     stored_format: str = ""
     rounds_to: str = ""
+    layout: str = ""
+    requantized: bool = False
     bare: bool = False
     per_expert: tuple[bool, ...] = ()
 

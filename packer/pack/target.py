@@ -110,6 +110,13 @@ def source_layout(matrix: Matrix, fmt: WeightFormat, specs: Mapping[str, TensorS
 
     Dtypes may differ (float16 weights, scales in bf16): unpacking then gives the layout's own.
     """
+    if matrix.stored.layout:
+        return LAYOUTS[matrix.stored.layout]
+    for layout in LAYOUTS.values():  # one of the same dtypes, if there is one
+        if layout.id.startswith(PACKED_PREFIXES) or layout.accepts(fmt, matrix.shape):
+            continue
+        if layout.specs(fmt, matrix.shape).items() <= specs.items():
+            return layout
     shapes = {suffix: spec.shape for suffix, spec in specs.items()}
     for layout in LAYOUTS.values():
         if layout.id.startswith(PACKED_PREFIXES) or layout.accepts(fmt, matrix.shape):

@@ -213,7 +213,7 @@ class Decider:
         return None, reason
 
     def _describe(self, weight: StoredWeight, target: StorageSpec) -> str:
-        if target.format == weight.stored_format:
+        if target.format == weight.stored_format and not weight.requantized:
             return f"{weight.encoding} -> {target.format}, codes as they are"
         if weight.encoding.startswith("int4") and target.weight_format.is_coarse:
             note = (

@@ -67,7 +67,7 @@ class Emitter:
             parts=decision.parts,
             solver=self.solver,
             k=decision.matrices[0].shape[1],
-            stored_format=weight.stored_format,
+            stored_format="" if weight.requantized else weight.stored_format,
             device=self.device,
         )
         outputs: dict[str, TensorSpec] = {}

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from ..registry import Registry
 from .base import Layout
-from .checkpoint_int4 import PACK_QUANTIZED, W4AFP8_EXPERT
+from .checkpoint_int4 import PACK_QUANTIZED, PACK_QUANTIZED_FP16, PACK_QUANTIZED_FP32, W4AFP8_EXPERT
 from .checkpoint_scaled import BLOCK_FP8, BLOCK_FP8_CT, INT8_CHANNEL, PLAIN_BF16
+from .checkpoint_zero_points import ZERO_POINTS
 from .cpu_float import CPU_VNNI_BF16, CPU_VNNI_FP8
 from .cpu_int4 import CPU_VNNI_INT4
 from .cpu_int8 import CPU_VNNI_INT8
@@ -21,6 +22,9 @@ LAYOUTS: Registry[Layout] = Registry(
         INT8_CHANNEL,
         W4AFP8_EXPERT,
         PACK_QUANTIZED,
+        PACK_QUANTIZED_FP16,
+        PACK_QUANTIZED_FP32,
+        *ZERO_POINTS,
         CPU_VNNI_BF16,
         CPU_VNNI_INT8,
         CPU_VNNI_FP8,

@@ -69,10 +69,16 @@ class PackQuantized:
     """Symmetric int4 of compressed-tensors, format `pack-quantized`.
 
     `weight_packed` int32 [N, K / 8]: bits 4i..4i+3 of word (n, j) = q[n, 8j + i] + 8.
-    `weight_scale` bf16 [N, K / group]: multipliers. `weight_shape` int64 [2]: (N, K).
+    `weight_scale` [N, K / group]: multipliers. `weight_shape` int64 [2]: (N, K).
+
+    Attributes:
+        id: Stable name of the layout.
+        scale_dtype: Type of the scales; bf16 in what Tilewright itself writes.
+        version: Version of the byte formula.
     """
 
     id: str = "pack-quantized"
+    scale_dtype: torch.dtype = torch.bfloat16
     version: int = 1
 
     def accepts(self, fmt: WeightFormat, shape: tuple[int, ...], parts: int = 1) -> Reject | None:
@@ -86,7 +92,7 @@ class PackQuantized:
         n, k = shape
         return {
             "weight_packed": TensorSpec(torch.int32, (n, k // 8)),
-            "weight_scale": TensorSpec(torch.bfloat16, (n, k // fmt.block_k)),
+            "weight_scale": TensorSpec(self.scale_dtype, (n, k // fmt.block_k)),
             "weight_shape": TensorSpec(torch.int64, (2,)),
         }
 
@@ -94,13 +100,13 @@ class PackQuantized:
         """The named tensors.
 
         Raises:
-            LayoutError: A scale is not a bf16 number, so that storing it would change the weight.
+            LayoutError: A scale is no number of the layout's type, so that storing it would change the weight.
         """
         scales = _symmetric_scales(self.id, q)
-        stored = scales.to(torch.bfloat16)
+        stored = scales.to(self.scale_dtype)
         if not torch.equal(stored.to(torch.float32), scales):
             raise LayoutError(
-                f"layout {self.id}: stores bf16 scales, but the scales of this weight are no bf16 numbers"
+                f"layout {self.id}: stores {self.scale_dtype} scales, but those of this weight are no such numbers"
             )
         words = join_nibbles(q.codes).view(torch.int32)
         return {"weight_packed": words, "weight_scale": stored, "weight_shape": torch.tensor(q.shape)}
@@ -126,3 +132,5 @@ def _symmetric_scales(layout: str, q: QTensor) -> torch.Tensor:
 
 W4AFP8_EXPERT = W4Afp8Expert()
 PACK_QUANTIZED = PackQuantized()
+PACK_QUANTIZED_FP16 = PackQuantized("pack-quantized-fp16", torch.float16)
+PACK_QUANTIZED_FP32 = PackQuantized("pack-quantized-fp32", torch.float32)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewright.kernels.formats import WeightFormat
+from tilewright.kernels.errors import SchemeError
+from tilewright.kernels.formats import INT4_BY_GROUP, WeightFormat
 from tilewright.kernels.tensors import QTensor
 
 from ..encoding import Decoder
@@ -53,19 +54,32 @@ class AffineDecoder(Decoder):
         return codes.mul_(self.scales(tensors, rows).to(torch.float32)[:, index])
 
     def codes(self, tensors: Sequence[torch.Tensor], fmt: WeightFormat) -> QTensor | None:
-        """See `Decoder.codes`: groups wider than those of the format have their scales repeated."""
-        everything = self._all_rows(tensors)
-        codes = self.unpack(tensors, everything)
-        repeats = (self.group or self.k) // fmt.block_k
-        scales = self.scales(tensors, everything).to(torch.float32).repeat_interleave(repeats, 1)
-        zeros = self.zeros(tensors, everything)
-        if zeros is not None:
-            zeros = zeros.repeat_interleave(repeats, 1).contiguous()
-        return QTensor(fmt, codes.contiguous(), scales.contiguous(), zeros)
+        """See `Decoder.codes`.
 
-    def _all_rows(self, tensors: Sequence[torch.Tensor]) -> slice:
-        return slice(0, self.height(tensors), 1)
+        Raises:
+            SchemeError: The groups of columns do not follow one another.
+        """
+        if not torch.equal(self.groups(tensors), torch.arange(self.k) // self.group):
+            hint = "quantize-model reads it: it quantizes the weights a second time"
+            raise SchemeError("columns were grouped in the order of activations, no kernel runs that", hint=hint)
+        everything = slice(0, self.height(tensors), 1)
+        codes, zeros = self.unpack(tensors, everything), self.zeros(tensors, everything)
+        scales = self.scales(tensors, everything).to(torch.float32)
+        if zeros is not None:
+            zeros = None if bool((zeros == fmt.zero_point).all()) else zeros.contiguous()
+        return QTensor(fmt, codes.contiguous(), scales.contiguous(), zeros)
 
     def height(self, tensors: Sequence[torch.Tensor]) -> int:
         """Rows of the matrix."""
         raise NotImplementedError
+
+
+def int4_format(bits: int, group: int, shape: tuple[int, int], by_activation: bool) -> str:
+    """Id of the weight format that holds such codes as they are; empty if none does."""
+    fits = bits == 4 and group in INT4_BY_GROUP and shape[0] % 8 == 0 and shape[1] % group == 0 and not by_activation
+    return INT4_BY_GROUP[group].id if fits else ""
+
+
+def layout_id(stem: str, scale_dtype: torch.dtype) -> str:
+    """Id of the checkpoint layout of this stem with scales of this type."""
+    return stem + {torch.float16: "", torch.bfloat16: "-bf16", torch.float32: "-fp32"}[scale_dtype]

@@ -11,7 +11,7 @@ from tilewright.kernels.tensors import Reject
 
 from ..declared import Declared, DeclaredNumbers, Fields, QuantMethod, everywhere
 from ..encoding import StoredWeight, TensorGroup
-from .affine import AffineDecoder
+from .affine import AffineDecoder, int4_format, layout_id
 from .bits import awq_columns
 
 
@@ -107,6 +107,9 @@ class Awq:
             (n, k),
             f"int4 AWQ group {declared.block[1] or 'K'}",
             decoder,
+            int4_format(4, declared.block[1], (n, k), False),
+            layout=layout_id("awq-int4", group.specs["scales"].dtype),
+            requantized=True,
         )
 
 

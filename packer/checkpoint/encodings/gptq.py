@@ -14,7 +14,7 @@ from tilewright.kernels.tensors import Reject
 from ...families.layers import HEAD
 from ..declared import Declared, DeclaredNumbers, Fields, QuantMethod, listed
 from ..encoding import StoredWeight, TensorGroup
-from .affine import AffineDecoder
+from .affine import AffineDecoder, int4_format, layout_id
 from .bits import along_columns, along_rows, packed_words
 
 KNOWN_BITS = (2, 3, 4, 8)
@@ -293,6 +293,11 @@ class Gptq:
             (n, k),
             f"int{declared.bits} {kind} group {declared.block[1] or 'K'}",
             decoder,
+            int4_format(declared.bits, declared.block[1], (n, k), declared.by_activation),
+            layout=layout_id(
+                f"{declared.packing.replace('_', '-')}-int4{'-order' * has_order}", group.specs["scales"].dtype
+            ),
+            requantized=True,
         )
 
 

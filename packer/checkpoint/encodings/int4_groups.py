@@ -37,7 +37,8 @@ class Int4Decoder(Decoder):
 
     def codes(self, tensors: Sequence[torch.Tensor], fmt: WeightFormat) -> QTensor | None:
         """See `Decoder.codes`."""
-        return QTensor(fmt, self._codes(tensors[0]), tensors[1].to(torch.bfloat16).to(torch.float32))
+        scales = tensors[1].to(torch.bfloat16) if self.signed else tensors[1]  # engines cast those of W4AFP8 to bf16
+        return QTensor(fmt, self._codes(tensors[0]), scales.to(torch.float32))
 
 
 def int4_weight(group: TensorGroup, codes: str, scale: str, k: int, signed: bool) -> StoredWeight | Reject:
@@ -66,5 +67,6 @@ def int4_weight(group: TensorGroup, codes: str, scale: str, k: int, signed: bool
         (*spec.shape[:-1], k),
         f"int4 group {size}",
         Int4Decoder(size, signed),
-        INT4_BY_GROUP[size].id if signed or scales.dtype == torch.bfloat16 else "",
+        INT4_BY_GROUP[size].id,
+        requantized=not signed and scales.dtype != torch.bfloat16,
     )

@@ -13,7 +13,7 @@ from tilewright.kernels.tensors import Reject
 
 from ..declared import DeclaredNumbers, QuantMethod
 from ..encoding import StoredWeight, TensorGroup
-from .affine import AffineDecoder
+from .affine import AffineDecoder, int4_format, layout_id
 from .bits import along_columns, along_rows, packed_words
 from .compressed_tensors import COMPRESSED_TENSORS
 from .int4_groups import int4_weight
@@ -151,7 +151,15 @@ def _general(group: TensorGroup, declared: DeclaredNumbers) -> StoredWeight | Re
     decoder = PackedDecoder(declared.bits, k, declared.block[1], 1 << (declared.bits - 1), extras=extras, n=n)
     kind = f"int{declared.bits} group {declared.block[1] or 'K'}"
     return StoredWeight(
-        group.module, tuple(group.names[suffix] for suffix in used), group.others(*used), (n, k), kind, decoder
+        group.module,
+        tuple(group.names[suffix] for suffix in used),
+        group.others(*used),
+        (n, k),
+        kind,
+        decoder,
+        int4_format(declared.bits, declared.block[1], (n, k), declared.by_activation) if not declared.symmetric else "",
+        layout=layout_id("pack-quantized-asym", group.specs["weight_scale"].dtype),
+        requantized=True,
     )
 
 

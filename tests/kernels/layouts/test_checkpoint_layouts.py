@@ -13,7 +13,7 @@ from tilewright.kernels.formats import BF16, FORMATS, FP8, INT4_BY_GROUP, INT4_G
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.tensors import QTensor, TensorSpec
 
-CHECKPOINT = ("plain-bf16", "block-fp8", "block-fp8-ct", "int8-channel", "w4afp8-expert", "pack-quantized")
+CHECKPOINT = tuple(name for name in LAYOUTS if not name.startswith(("cpu-", "gpu-")))
 
 
 def random_weight(fmt: WeightFormat, n: int, k: int) -> QTensor:
@@ -101,7 +101,7 @@ def test_unpack_refuses_what_does_not_fit() -> None:
         layout.unpack(tensors, INT4_G128, (4, 384))
     with pytest.raises(LayoutError, match=r"says \[5, 256\], the weight is \[4, 256\]"):
         layout.unpack(tensors | {"weight_shape": torch.tensor([5, 256])}, INT4_G128, (4, 256))
-    with pytest.raises(LayoutError, match="no bf16 numbers"):
+    with pytest.raises(LayoutError, match="no such numbers"):
         layout.pack(QTensor(INT4_G128, q.codes, torch.full((4, 2), 0.1)))
     zeros = torch.full((4, 2), random.randint(0, 15), dtype=torch.uint8)
     with pytest.raises(LayoutError, match="symmetric"):

@@ -215,7 +215,7 @@ def test_missing_partners_refuse(suffix: str, make_checkpoint: Make, plan: Make)
         (
             int4_source(MODULE, 32)[0] | {f"{MODULE}.weight_g_idx": torch.zeros(1)},
             int4_block(32),
-            "it has to be int32 or int64 [256]",
+            "has an order of activations, yet the config does not say so",
         ),
         (
             {f"{MODULE}.weight": fp8_codes(128, 256), f"{MODULE}.weight_scale": torch.ones(3, 2)},
