@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
 SHARED = 1 << 24  # weights that an operator must read before a second thread is worth its start and its waiting
-
-
-def cpu_count() -> int:
-    """CPUs that this process may use."""
-    return len(os.sched_getaffinity(0))
 
 
 @contextmanager

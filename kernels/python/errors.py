@@ -8,10 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+MESSAGE, HINT = 1600, 300  # characters of a message and of its hint: more is no message for people
+
+
+def printable(text: str) -> str:
+    """`text` with everything escaped that is no printable character, such as colours and changes of direction."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+
+
+def _limited(text: str, limit: int) -> str:
+    """The lines of `text`, printable, with the last ones counted beyond `limit` characters."""
+    lines = [printable(line) for line in text.split("\n")]
+    kept: list[str] = []
+    for number, line in enumerate(lines):
+        room = limit - sum(len(one) + 1 for one in kept)
+        if len(line) > room:
+            kept += [f"{line[: room - 40]}…"] if not kept or room > 200 else []
+            more = len(lines) - max(number, 1)
+            return "\n".join([*kept, *([f"  and {more} more lines"] if len(lines) > 1 and more else [])])
+        kept.append(line)
+    return "\n".join(kept)
+
 
 def shown(text: str, limit: int = 200) -> str:
     """`text` as a message may show it: on one line, printable, in backticks, shortened in the middle beyond `limit`."""
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
+    text = printable(text)
     if len(text) > limit:
         text = f"{text[: limit // 2]}…{text[-(limit // 2) :]}"
     return f"`{text}`"
@@ -21,14 +42,15 @@ class TilewrightError(Exception):
     """Something in the input or the request cannot be served.
 
     Args:
-        message: Subject, fact with value and rule, without a final period; further lines hold details.
+        message: Subject, fact with value and rule, without a final period; further lines hold details. What is not
+            printable is escaped, and beyond 1,600 characters lines are counted.
         hint: What the user can do about it; printed on a line of its own after the first.
     """
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.hint = hint
+        self.message = _limited(message, MESSAGE)
+        self.hint = None if hint is None else _limited(hint, HINT)
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         first, *details = self.message.split("\n")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
 import math
-import os
 import shutil
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..checkpoint.files import Checkpoint
+from ..limits import available_memory, cpu_count
 from ..plan import Copy, Plan, Task
 from .shards import ShardPlan
 from .writer import CHUNK
@@ -51,21 +52,11 @@ def memory_plan(
         it can run alone; bytes that the process will need at most by estimate, what comes before the tasks included.
     """
     memory = available_memory() * 4 // 5 if memory is None else memory
-    sizes = sorted((task_memory(task, checkpoint) for plan in plans for task in plan.tasks), reverse=True)
-    workers = max(1, min(jobs or len(os.sched_getaffinity(0)), len(sizes)))
+    every = [task_memory(task, checkpoint) for plan in plans for task in plan.tasks]
+    workers = max(1, min(jobs or cpu_count(), len(every)))
+    sizes = heapq.nlargest(workers, every)
     budget = max(memory - BASE_MEMORY, *sizes[:1], 0)
     return workers, budget, BASE_MEMORY + max(min(budget, sum(sizes[:workers])), *(plan.memory for plan in plans))
-
-
-def available_memory() -> int:
-    """Bytes that this process can get without swapping, by the kernel and by the control group."""
-    with Path("/proc/meminfo").open(encoding="ascii") as lines:
-        kib = {key: int(rest.split()[0]) for key, rest in (line.split(":") for line in lines)}
-    available = kib["MemAvailable"] << 10
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.exists() and (text := limit.read_text(encoding="ascii").strip()).isdecimal():
-        available = min(available, int(text))
-    return available
 
 
 def disk_free(output: Path) -> int:

@@ -18,9 +18,10 @@ from ..checkpoint.reading import read_contents
 from ..engine.identity import reading
 from ..engine.workers import Workers
 from ..families.config import text_config
+from ..limits import cpu_count
 from ..progress import Progress, progress_on
 from ..records.manifest import FileCheck, check_files
-from ..threads import cpu_count, threads_for
+from ..threads import threads_for
 from ..verify.folds import follow_folds
 from ..verify.histograms import Histogram
 from ..verify.layers import check_layers, layer_names

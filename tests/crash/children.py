@@ -10,6 +10,7 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import tilewright.cli
 import tilewright.packer
 from tilewright.cli.main import load, run
 
@@ -18,8 +19,9 @@ LIMIT = 120.0  # seconds that a child may take
 
 def import_everything() -> None:
     """So that no child has to, and each does nothing but its work."""
-    for module in pkgutil.walk_packages(tilewright.packer.__path__, "tilewright.packer."):
-        importlib.import_module(module.name)
+    for package in (tilewright.packer, tilewright.cli):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            importlib.import_module(module.name)
     importlib.import_module("transformers.models.qwen3_moe.modeling_qwen3_moe")
     importlib.import_module("tokenizers")
 

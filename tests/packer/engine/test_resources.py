@@ -13,8 +13,9 @@ from safetensors.torch import save_file
 from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.job import RunOptions
 from tilewright.packer.engine.preflight import prepare
-from tilewright.packer.engine.resources import BASE_MEMORY, available_memory, disk_needed, memory_plan, task_memory
+from tilewright.packer.engine.resources import BASE_MEMORY, disk_needed, memory_plan, task_memory
 from tilewright.packer.engine.shards import plan_shards
+from tilewright.packer.limits import available_memory
 from tilewright.packer.plan import Plan
 
 MakePlan = Callable[..., Plan]
