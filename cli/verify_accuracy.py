@@ -57,6 +57,12 @@ what_options = stacked(
         help="Last tokens of each passage that are fed one at a time, as in generation.",
     ),
     option(
+        "--split-loss",
+        is_flag=True,
+        group=WHAT,
+        help="For --level model and a packed CANDIDATE: tell the cost of its weights from that of rounded activations.",
+    ),
+    option(
         "--checksums/--no-checksums",
         default=True,
         group=WHAT,

@@ -20,7 +20,7 @@ BATCH_TOKENS = 8192  # tokens that pass a layer at once: bounds the memory of it
 @dataclass
 class _Batch:
     tokens: torch.Tensor
-    hidden: list[torch.Tensor]  # reference, candidate: [B, T, H] each
+    hidden: list[torch.Tensor]  # reference, candidate, …: [B, T, H] each
     calls: list[list[list[Call]]]  # [side][layer][step]
 
 
@@ -49,6 +49,7 @@ def compare_models(
     windows: torch.Tensor,
     decode_steps: int,
     progress: Progress | None = None,
+    weights_only: StreamedModel | None = None,
 ) -> ModelResult:
     """Carry the hidden states of both models through their layers, and compare what they predict.
 
@@ -58,22 +59,26 @@ def compare_models(
         windows: int64 [B, T] tokens.
         decode_steps: Last tokens of each window that are fed one at a time (teacher forcing).
         progress: Hears of the layers done.
+        weights_only: The candidate's weights in fp32 arithmetic, to tell their share of the loss from that of rounded
+            activations and kernels.
 
     Raises:
         VerifyError: They are not equally deep.
     """
-    sides = (reference, candidate)
+    sides = (reference, candidate, *([weights_only] if weights_only else []))
     if reference.depth != candidate.depth:
         raise VerifyError(f"the candidate has {candidate.depth} decoder layers, the reference {reference.depth}")
     steps = [windows.shape[1] - decode_steps] + [1] * decode_steps
     with torch.inference_mode(), threads_for(max(side.largest_layer for side in sides)):
         batches = [_begin(sides, part, steps) for part in windows.split(max(1, BATCH_TOKENS // windows.shape[1]))]
         drift = _drift(sides, batches, progress or Silent())
-        overall, decode = AgreementSum(), AgreementSum()
+        overall, decode, weights = AgreementSum(), AgreementSum(), AgreementSum()
         for batch in batches:
             logits = [side.head(batch.tokens, hidden) for side, hidden in zip(sides, batch.hidden, strict=True)]
             targets = torch.cat((batch.tokens[:, 1:], torch.full_like(batch.tokens[:, :1], -1)), dim=1)
             overall.add(logits[0], logits[1], targets)
+            if weights_only:
+                weights.add(logits[0], logits[2], targets)
             if decode_steps:
                 decode.add(logits[0][:, steps[0] :], logits[1][:, steps[0] :], targets[:, steps[0] :])
     return ModelResult(
@@ -83,15 +88,16 @@ def compare_models(
         overall=overall.result(),
         decode=decode.result() if decode_steps else None,
         drift=tuple(drift),
+        weights_only=weights.result() if weights_only else None,
     )
 
 
-def _begin(sides: tuple[StreamedModel, StreamedModel], tokens: torch.Tensor, steps: list[int]) -> _Batch:
+def _begin(sides: tuple[StreamedModel, ...], tokens: torch.Tensor, steps: list[int]) -> _Batch:
     begun = [side.embed(tokens, steps) for side in sides]
     return _Batch(tokens, [hidden for hidden, _ in begun], [calls for _, calls in begun])
 
 
-def _drift(sides: tuple[StreamedModel, StreamedModel], batches: list[_Batch], progress: Progress) -> list[LayerDrift]:
+def _drift(sides: tuple[StreamedModel, ...], batches: list[_Batch], progress: Progress) -> list[LayerDrift]:
     drift = []
     progress.start("verifying the model", sides[0].depth, unit="layers")
     try:
@@ -103,12 +109,12 @@ def _drift(sides: tuple[StreamedModel, StreamedModel], batches: list[_Batch], pr
     return drift
 
 
-def _advance(sides: tuple[StreamedModel, StreamedModel], layer: int, batches: list[_Batch]) -> LayerDrift:
+def _advance(sides: tuple[StreamedModel, ...], layer: int, batches: list[_Batch]) -> LayerDrift:
     for index, side in enumerate(sides):
         with side.layer(layer) as run:
             for batch in batches:
                 batch.hidden[index] = run(batch.hidden[index], batch.calls[index][layer])
     drift = _Drift()
     for batch in batches:
-        drift.add(*batch.hidden)
+        drift.add(*batch.hidden[:2])
     return drift.result(layer)

@@ -39,6 +39,8 @@ class VerifyOptions:
         windows: Windows out of it, evenly spaced.
         window: Tokens in each.
         decode_steps: Last tokens of each window that are fed one at a time, with a key-value cache.
+        split_loss: Whether level `model` also runs a packed candidate's weights in fp32, to tell what weights cost from
+            what rounded activations cost.
         checksums: Whether files are compared with their manifests first, which reads all of them.
     """
 
@@ -48,6 +50,7 @@ class VerifyOptions:
     windows: int = 256
     window: int = 128
     decode_steps: int = 4
+    split_loss: bool = False
     checksums: bool = True
 
     def __post_init__(self) -> None:
@@ -59,6 +62,8 @@ class VerifyOptions:
             object.__setattr__(self, "text", Path(self.text))
         if self.level == "model" and self.text is None:
             raise OptionError("--level model needs --text FILE")
+        if self.split_loss and self.level != "model":
+            raise OptionError("--split-loss belongs to --level model")
         if self.decode_steps >= self.window:
             raise OptionError(f"--decode-steps {self.decode_steps} must be less than --window {self.window}")
 
@@ -78,6 +83,7 @@ class VerifyOptions:
         ):
             if value != getattr(DEFAULTS, name):
                 words += [option, str(value)]
+        words += ["--split-loss"] if self.split_loss else []
         words += [] if self.checksums else ["--no-checksums"]
         for name, option in (
             ("weight_error", "--max-weight-error"),

@@ -54,6 +54,8 @@ class ModelResult:
         overall: Agreement over all tokens.
         decode: Agreement over the decode steps alone, or None without any.
         drift: One entry per decoder layer.
+        weights_only: The reference and the candidate's weights in fp32 arithmetic: what quantized weights cost. The
+            rest is what rounded activations and kernels cost. None if it was not asked for, or if nothing is packed.
     """
 
     windows: int
@@ -62,3 +64,16 @@ class ModelResult:
     overall: Agreement
     decode: Agreement | None
     drift: tuple[LayerDrift, ...]
+    weights_only: Agreement | None = None
+
+    @property
+    def advice(self) -> str:
+        """What would bring the larger part of the loss down; empty if it was not split."""
+        if self.weights_only is None:
+            return ""
+        if 2 * self.weights_only.kl >= self.overall.kl:
+            return "most of it comes from the weights: a smaller --group-size or --solver gptq brings that down"
+        return (
+            "most of it comes from rounded activations: --scheme block-fp8 keeps them in bf16 on CPUs, "
+            "--exclude leaves modules in 16 bits"
+        )

@@ -106,6 +106,10 @@ def _model(document: dict[str, Any]) -> list[str]:
         _row("", f"KL divergence {overall['kl']:.3g} nats (allowed {document['thresholds']['kl']:g})"),
         _row("", f"top-1 agreement {100 * overall['top1']:.2f}%"),
     ]
+    if model["weights_only"]:
+        kl = model["weights_only"]["kl"]
+        lines.append(_row("", f"of it {kl:.3g} by the weights, {overall['kl'] - kl:.3g} by activations and kernels"))
+        lines.append(_row("", model["advice"]))
     if decode:
         steps = f"{model['decode_steps']} decode steps: KL {decode['kl']:.3g}, top-1 {100 * decode['top1']:.2f}%"
         lines.append(_row("", steps))

@@ -34,7 +34,10 @@ def compare_directories(
         raise VerifyError("level `model` compares models on a text, and none was given", hint="add --text FILE")
     tokens = evenly_spaced_windows(read_tokens(sides[0][0].root, options.text), options.windows, options.window)
     reference, candidate = (stream(checkpoint, contents, load_model) for checkpoint, contents in sides)
-    return compare_models(reference, candidate, tokens, options.decode_steps, progress)
+    weights_only = None
+    if options.split_loss and packed_modules(sides[1][0]):
+        weights_only = stream_dequantized(model_config(sides[0][0].root), sides[1][1])
+    return compare_models(reference, candidate, tokens, options.decode_steps, progress, weights_only)
 
 
 def stream(checkpoint: Checkpoint, contents: Contents, load_model: LoadModel) -> StreamedModel:

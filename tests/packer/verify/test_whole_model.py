@@ -85,3 +85,24 @@ def test_quantized_model_is_what_transformers_makes_of_it(
     loss = -logs[:, :-1].gather(-1, tokens[:, 1:, None]).mean()
     assert result.overall.candidate_perplexity == pytest.approx(float(loss.exp()), rel=2e-3)
     assert result.overall.kl <= LARGEST_KL[scheme]
+
+
+def test_the_loss_is_split_into_weights_and_activations(packed: Packed, quantized: Callable[..., Path]) -> None:
+    """The part of the weights is what the quantized checkpoint loses in fp32; bf16 activations add nearly nothing."""
+    options = VerifyOptions("model", text=TEXT, windows=8, window=64, decode_steps=2, split_loss=True)
+    shares = {}
+    for scheme in ("int8", "block-fp8"):
+        found = tilewright.verify(MODELS / QWEN, packed(QWEN, scheme), options, progress=tilewright.Silent()).model
+        assert found is not None
+        assert found.weights_only is not None
+        alone = tilewright.verify(MODELS / QWEN, quantized(QWEN, scheme), options, progress=tilewright.Silent()).model
+        assert alone is not None
+        assert alone.weights_only is None  # nothing is packed
+        assert alone.advice == ""
+        assert found.weights_only.kl == pytest.approx(alone.overall.kl, rel=0.02, abs=1e-7)
+        shares[scheme] = found.weights_only.kl / found.overall.kl
+        dominant = "weights" if shares[scheme] >= 0.5 else "activations"
+        assert dominant in found.advice.partition(":")[0]
+    assert shares["int8"] < shares["block-fp8"]
+    with pytest.raises(tilewright.OptionError, match="belongs to --level model"):
+        VerifyOptions(split_loss=True)
