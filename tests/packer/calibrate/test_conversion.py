@@ -85,8 +85,7 @@ def test_damage_shows_in_weights_that_feedback_chose() -> None:
 
 def test_w4afp8_has_a_static_scale_for_every_expert(tmp_path: Path) -> None:
     options = ("--scheme", "w4afp8", "--solver", "rtn", *CALIBRATE)
-    result = convert("tiny-qwen3-moe", tmp_path / "full", *options)
-    assert "experts saw fewer than" in result.output
+    convert("tiny-qwen3-moe", tmp_path / "full", *options)
     assert "experts saw fewer than" in (tmp_path / "full" / "ledger.json").read_text()
     convert("tiny-qwen3-moe", tmp_path / "cut", *options, "--percentile", "99")
     full, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("full", "cut"))
