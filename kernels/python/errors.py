@@ -85,6 +85,10 @@ class VerifyError(TilewrightError):
     """A verification cannot be carried out (a result below its threshold is not an error, see exit code 3)."""
 
 
+class PublishError(TilewrightError):
+    """A directory must not be published, or the hub refuses it."""
+
+
 class KernelUnavailableError(TilewrightError):
     """No bundled kernel can run this; the message lists the candidates and why each declined."""
 

@@ -20,7 +20,7 @@ from ..engine.workers import Workers
 from ..families.config import text_config
 from ..limits import cpu_count
 from ..progress import Progress, progress_on
-from ..records.manifest import FileCheck, check_files
+from ..records.manifest import FileCheck, check_files, manifest_hash
 from ..threads import threads_for
 from ..verify.folds import follow_folds
 from ..verify.histograms import Histogram
@@ -89,6 +89,7 @@ def verify(
         files=files,
         wrong_pair=wrong_pair,
         options=options,
+        manifest=manifest_hash(sides[1].root),
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from tilewright.kernels.errors import shown
-from tilewright.kernels.packed.manifest import difference, read_manifest
+from tilewright.kernels.packed.manifest import MANIFEST_FILE, difference, read_manifest
 
 from ..progress import Progress, Silent
 
@@ -21,6 +22,14 @@ def solver_of(root: Path) -> str | None:
     manifest = read_manifest(root)
     solver = manifest.options.get("solver") if manifest else None
     return str(solver) if solver else None
+
+
+def manifest_hash(root: Path) -> str | None:
+    """SHA-256 of the manifest of a directory, and so of all its files; None if there is none."""
+    try:
+        return hashlib.sha256((root / MANIFEST_FILE).read_bytes()).hexdigest()
+    except OSError:
+        return None
 
 
 @dataclass(frozen=True)

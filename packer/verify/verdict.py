@@ -42,6 +42,7 @@ class Verification:
         files: Files compared with their manifests; None without any, or if that was not asked for.
         wrong_pair: What says that the two do not belong together.
         options: What was asked for; names the text and the command.
+        manifest: SHA-256 of the candidate's manifest.json, which says what exactly was verified; None without one.
     """
 
     reference: str
@@ -56,6 +57,7 @@ class Verification:
     files: FileCheck | None = None
     wrong_pair: Sequence[str] = ()
     options: VerifyOptions | None = None
+    manifest: str | None = None
 
     def failures(self) -> list[str]:
         """One line for each thing below its threshold, empty if all passes.
@@ -93,6 +95,7 @@ class Verification:
             "notes": list(self.notes),
             "reference": self.reference,
             "candidate": self.candidate,
+            "manifest": self.manifest,
             "level": self.level,
             "thresholds": asdict(self.thresholds),
             "files": asdict(self.files) if self.files else None,

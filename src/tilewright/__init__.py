@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         LayoutError,
         OptionError,
         PlanError,
+        PublishError,
         SchemeError,
         TilewrightError,
         VerifyError,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from .packer.jobs.conversion import ConversionResult
     from .packer.jobs.inspect import inspect
     from .packer.jobs.pack import PackOptions, pack, unpack
+    from .packer.jobs.publish import PublishOptions, PublishResult, publish
     from .packer.jobs.quantize import quantize
     from .packer.progress import Progress, Silent
     from .packer.quantize.options import QuantizeOptions
@@ -44,10 +46,13 @@ _LAZY = {
     "verify": "verification",
     "verify_served": "verification",
     "inspect": "packer.jobs.inspect",
+    "publish": "packer.jobs.publish",
     "QuantizeOptions": "packer.quantize.options",
     "CalibrationOptions": "packer.jobs.calibration",
     "PackOptions": "packer.jobs.pack",
     "RunOptions": "packer.engine.job",
+    "PublishOptions": "packer.jobs.publish",
+    "PublishResult": "packer.jobs.publish",
     "VerifyOptions": "packer.verify.options",
     "Thresholds": "packer.verify.options",
     "ConversionResult": "packer.jobs.conversion",
@@ -64,6 +69,7 @@ _LAZY = {
         "LayoutError",
         "OptionError",
         "PlanError",
+        "PublishError",
         "SchemeError",
         "VerifyError",
     ),
@@ -81,6 +87,9 @@ __all__ = [
     "PackOptions",
     "PlanError",
     "Progress",
+    "PublishError",
+    "PublishOptions",
+    "PublishResult",
     "QuantizeOptions",
     "RunOptions",
     "SchemeError",
@@ -95,6 +104,7 @@ __all__ = [
     "load_model",
     "load_packed",
     "pack",
+    "publish",
     "quantize",
     "unpack",
     "verify",
