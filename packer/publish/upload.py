@@ -14,6 +14,7 @@ from typing import Any
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.hf_api import RepoFile
+from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
 from tilewright.kernels.errors import PublishError
 from tilewright.kernels.packed.manifest import MANIFEST_FILE
@@ -110,6 +111,8 @@ def upload(
     Raises:
         PublishError: The hub refused, or a file is not what the manifest says; the same call goes on.
     """
+    shown = not are_progress_bars_disabled()
+    disable_progress_bars()  # the client's: ours tells all of it
     progress.start("publishing", sum(file.size for group in plan.weights for file in group))
     try:
         if plan.unmarks:
@@ -129,6 +132,8 @@ def upload(
         raise hub_error(f"{repo}: the upload stopped", error) from error
     finally:
         progress.finish()
+        if shown:
+            enable_progress_bars()
 
 
 def hub_error(what: str, error: Exception) -> PublishError:

@@ -34,9 +34,9 @@ for line in sys.stdin:  # one run a line, in a process of its own that has impor
     if not child:
         sys.argv = ["tilewright", *eval(line)]
         main()
-    print("pid", child, file=sys.stderr, flush=True)
+    print("\\npid", child, file=sys.stderr, flush=True)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    print("done", status, file=sys.stderr, flush=True)
+    print("\\ndone", status, file=sys.stderr, flush=True)
 """
 
 
@@ -215,7 +215,7 @@ class Publisher:
                 self.pid = int(line.split()[1])
             elif line.startswith("done "):
                 return int(line.split()[1])
-            else:
+            elif line.strip():
                 self.said.append(line)
         raise AssertionError("".join(self.said))
 
