@@ -11,7 +11,8 @@ from typing import Any
 from tilewright.kernels.packed.safetensors_file import DTYPE_NAMES
 from tilewright.kernels.tensors import TensorSpec
 
-from .checkpoint import detect_weights, quantization_config
+from .checkpoint import detect_weights
+from .checkpoint.packed import config_before_packing
 from .engine.job import Destination, Job
 from .estimate import compute_seconds
 from .folding import pattern, with_ranges
@@ -134,10 +135,7 @@ def summarize(job: Job, one: Destination, *, timed: bool = False) -> Summary:
     plan, checkpoint = one.plan, job.checkpoint
     specs = {name: checkpoint.spec(name) for name in plan.fates}
     plain = {name: spec for name, spec in plan.tensors.items() if name.rpartition(".")[0] not in plan.modules}
-    config = dict(plan.config)
-    if plan.modules:  # what is not packed keeps the spelling of the checkpoint that was packed
-        config["quantization_config"] = quantization_config(config).get("source")
-    inventory = detect_weights(plain, config)
+    inventory = detect_weights(plain, config_before_packing(plan.config))
     weights = sum(math.prod(fields["shape"]) for fields in plan.modules.values())
     weights += sum(math.prod(weight.shape) for weight in inventory.weights)
     weights += sum(math.prod(plan.tensors[name].shape) for name in inventory.loose)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from tilewright.kernels.errors import CheckpointError
-from tilewright.kernels.packed.module_spec import ModuleSpec, described_modules
+from tilewright.kernels.packed.module_spec import QUANT_METHOD, ModuleSpec, described_modules
 from tilewright.kernels.tensors import QTensor
 
 from .detection import Inventory, detect_weights, quantization_config
@@ -28,6 +29,13 @@ def packed_modules(checkpoint: Checkpoint) -> dict[str, ModuleSpec]:
     return modules
 
 
+def config_before_packing(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json as it was before packing: tensors that no module holds are still spelled as it says."""
+    block = quantization_config(config)
+    is_packed = block.get("quant_method") == QUANT_METHOD
+    return {**config, "quantization_config": block.get("source")} if is_packed else {**config}
+
+
 def stored_inventory(checkpoint: Checkpoint) -> Inventory:
     """Everything that is stored as checkpoints store it: all of one that is not packed, else what no module holds.
 
@@ -36,10 +44,8 @@ def stored_inventory(checkpoint: Checkpoint) -> Inventory:
     """
     modules = packed_modules(checkpoint)
     owned = {f"{name}.{suffix}" for name, spec in modules.items() for suffix in spec.tensors()}
-    config = dict(checkpoint.config)
-    if modules:  # what is left keeps the spelling of the checkpoint that was packed
-        config["quantization_config"] = quantization_config(config).get("source")
-    inventory = detect_weights({name: checkpoint.spec(name) for name in checkpoint.files if name not in owned}, config)
+    specs = {name: checkpoint.spec(name) for name in checkpoint.files if name not in owned}
+    inventory = detect_weights(specs, config_before_packing(checkpoint.config))
     if inventory.rejects:
         raise CheckpointError(f"{checkpoint.root}: cannot be read:\n  " + "\n  ".join(map(str, inventory.rejects)))
     return inventory
