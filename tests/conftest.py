@@ -26,6 +26,28 @@ from tilewright.packer.quantize.planner import plan_quantize
 
 MODELS = Path(__file__).parent.parent / "examples" / "models"
 ISAS = [status.name for status in ops.kernel_report() if status.available]
+SLOW = (  # beginnings of test ids that take more than about two seconds; `make test-fast` leaves them out
+    "tests/cli/test_verify_accuracy.py",
+    "tests/engines/transformers/test_attention.py::test_compiles",
+    "tests/engines/transformers/test_families.py",
+    "tests/engines/transformers/test_model.py",
+    "tests/engines/vllm/",
+    "tests/examples/",
+    "tests/kernels/ops/test_convert.py::test_same_bits_as_the_formulas",
+    "tests/kernels/ops/test_experts.py::test_odd_sizes",
+    "tests/kernels/test_sanitizers.py",
+    "tests/packer/calibrate/test_fold.py",
+    "tests/packer/calibrate/test_observe.py",
+    "tests/packer/engine/test_resources.py",
+    "tests/packer/engine/test_resume.py",
+    "tests/packer/pack/test_pack.py::test_no_code_changes",
+    "tests/packer/quantize/test_any_source.py",
+    "tests/packer/quantize/test_oracles.py",
+    "tests/packer/verify/test_model.py",
+    "tests/packer/verify/test_whole_model.py",
+    "tests/test_demo.py",
+    "tests/test_readme.py::test_readme_commands_run",
+)
 NOT_CHECKED = (HealthCheck.too_slow, HealthCheck.function_scoped_fixture)
 
 
@@ -47,6 +69,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that measure memory take turns, and so do those that need a GPU; slow ones come first."""
     for item in items:
+        if item.nodeid.startswith(SLOW):
+            item.add_marker(pytest.mark.slow)
         if item.path.name == "test_memory.py" or "peak_anonymous" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.xdist_group("memory"))
