@@ -1,5 +1,6 @@
 """How sources store their weights, and how the values are read back."""
 
-from .detection import Inventory, detect_weights, quantization_config
+from .declared import quantization_config
+from .detection import Inventory, detect_weights
 
 __all__ = ["Inventory", "quantization_config", "detect_weights"]

@@ -11,6 +11,16 @@ from tilewright.kernels.errors import shown
 from tilewright.kernels.tensors import Reject
 
 
+def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The quantization block of a config.json, also where an older tool nested it."""
+    for holder in (config, *(value for value in config.values() if isinstance(value, Mapping))):
+        for key in ("quantization_config", "compression_config"):
+            if isinstance(holder.get(key), Mapping):
+                found: Mapping[str, Any] = holder[key]
+                return found
+    return {}
+
+
 class UnreadConfigError(Exception):
     """A quantization config says something that no reader understands.
 

@@ -6,13 +6,27 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
+
 from tilewright.kernels.tensors import Reject, TensorSpec
 
 from ..families import family_of
 from ..families.experts import ExpertSpellings
-from .declared import Declared, Fields, QuantMethod, UnreadConfigError
+from .declared import Declared, Fields, QuantMethod, UnreadConfigError, quantization_config
 from .encoding import ACTIVATION_SUFFIXES, Encoding, StoredWeight, TensorGroup
 from .encodings import ENCODINGS
+
+WAY_OUT = "dequantize the checkpoint with the tool that wrote it"
+CODE_TYPES = (torch.uint8, torch.int16, torch.int32, torch.uint16, torch.uint32)  # no matrix of values has these
+FOREIGN = {  # last part of the name of a tensor -> who writes such tensors beside codes
+    "absmax": "bitsandbytes",
+    "SCB": "bitsandbytes",
+    "quant_map": "bitsandbytes",
+    "bitsandbytes__nf4": "bitsandbytes",
+    "bitsandbytes__fp4": "bitsandbytes",
+    "W_q": "HQQ",
+    "bitmask": "a sparse compressor of compressed-tensors",
+}
 
 
 @dataclass(frozen=True)
@@ -28,16 +42,6 @@ class Inventory:
     weights: list[StoredWeight] = field(default_factory=list)
     loose: list[str] = field(default_factory=list)
     rejects: list[Reject] = field(default_factory=list)
-
-
-def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The quantization block of a config.json, also where an older tool nested it."""
-    for holder in (config, *(value for value in config.values() if isinstance(value, Mapping))):
-        for key in ("quantization_config", "compression_config"):
-            if isinstance(holder.get(key), Mapping):
-                found: Mapping[str, Any] = holder[key]
-                return found
-    return {}
 
 
 def detect_weights(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> Inventory:
@@ -107,6 +111,11 @@ def _claim(group: TensorGroup, inventory: Inventory) -> None:
         inventory.loose.extend(name for name in group.names.values() if name not in (*found.tensors, *found.companions))
         shared = tuple(group.specs[suffix].shape[:1] == found.shape[:1] for suffix in _suffixes_of(found, group))
         inventory.weights.append(replace(found, bare=group.names.get("weight") == group.module, per_expert=shared))
+    elif first == "weight" and group.is_matrix() and group.specs[first].dtype in CODE_TYPES and len(group.specs) == 1:
+        kind = str(group.specs[first].dtype).removeprefix("torch.")
+        inventory.rejects.append(
+            group.reject(f"is {kind}: it looks like codes of an encoding that is not read", WAY_OUT)
+        )
     elif len(group.specs) > 1:
         partners = ", ".join(sorted(set(group.specs) - {first}))
         reason = f"is {group.specs[first].dtype} with {partners}, which is not read"
@@ -142,6 +151,8 @@ def _loose(name: str, suffix: str, inventory: Inventory, method: str) -> None:
     elif method and suffix and suffix not in {"weight", *ACTIVATION_SUFFIXES}:
         reason = "belongs to a quantized weight, but what else belongs to it is missing or has another shape"
         inventory.rejects.append(Reject(name, reason, "fetch the checkpoint again"))
+    elif tool := FOREIGN.get(name.rpartition(".")[2]):
+        inventory.rejects.append(Reject(name, f"belongs to weights that {tool} quantized, which are not read", WAY_OUT))
     else:
         inventory.loose.append(name)
 

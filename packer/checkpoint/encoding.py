@@ -106,6 +106,11 @@ class StoredWeight:
     per_expert: tuple[bool, ...] = ()
 
     @property
+    def few_bits(self) -> bool:
+        """Whether a second quantization to 4 bits would lose about as much again as the first."""
+        return self.encoding.startswith(("int2", "int3", "int4", "MXFP4", "NVFP4"))
+
+    @property
     def quantized(self) -> bool:
         """Whether the source holds it in fewer than 16 bits."""
         return len(self.tensors) > 1

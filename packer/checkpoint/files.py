@@ -16,6 +16,7 @@ from tilewright.kernels.tensors import TensorSpec
 
 from ..plan import Source
 from .consumed import kept_files
+from .declared import quantization_config
 from .hub import download, is_hub_id
 from .shard_index import Shards, find_shards, read_headers
 from .side_files import find_side_files
@@ -119,6 +120,14 @@ def _open(source: str | Path, consumed: bool) -> Checkpoint:
     return _open_directory(path, consumed)
 
 
+# Where the quantization config stands if config.json has none: file -> quant_method that it means, key that holds it.
+QUANTIZATION_FILES = {
+    "hf_quant_config.json": ("modelopt", "quantization"),
+    "quantize_config.json": ("gptq", ""),
+    "quant_config.json": ("awq", ""),
+}
+
+
 def _open_file(path: Path, consumed: bool) -> Checkpoint:
     if path.suffix != ".safetensors":
         raise CheckpointError(f"{path}: not a .safetensors file", hint="name the directory or a .safetensors file")
@@ -174,7 +183,8 @@ def _read_config(root: Path, stamps: dict[Path, FileStamp]) -> dict[str, Any]:
     path = root / "config.json"
     try:
         stamps[path] = FileStamp.of(path.stat())
-        return read_object(path, constants=True)
+        config = read_object(path, constants=True)
+        return config if quantization_config(config) else config | _quantization_beside(root, stamps)
     except FileNotFoundError:
         hint = "SOURCE must be the directory that holds the model's config.json and its .safetensors files"
         if cuts := sorted(path.name for path in root.glob("rank-*-of-*")):
@@ -182,3 +192,17 @@ def _read_config(root: Path, stamps: dict[Path, FileStamp]) -> dict[str, Any]:
         raise CheckpointError(f"{root}: no config.json", hint=hint) from None
     except OSError as error:
         raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+def _quantization_beside(root: Path, stamps: dict[Path, FileStamp]) -> dict[str, Any]:
+    """The quantization config that older tools, and ModelOpt, write into a file of its own; empty if there is none."""
+    for name, (method, key) in QUANTIZATION_FILES.items():
+        path = root / name
+        if not path.exists():
+            continue
+        stamps[path] = FileStamp.of(path.stat())
+        stated = read_object(path)
+        block = stated.get(key, {}) if key else stated
+        if isinstance(block, dict) and block:
+            return {"quantization_config": {"quant_method": method} | block}
+    return {}

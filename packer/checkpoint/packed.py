@@ -11,7 +11,8 @@ from tilewright.kernels.errors import CheckpointError
 from tilewright.kernels.packed.module_spec import QUANT_METHOD, ModuleSpec, described_modules
 from tilewright.kernels.tensors import QTensor
 
-from .detection import Inventory, detect_weights, quantization_config
+from .declared import quantization_config
+from .detection import Inventory, detect_weights
 from .files import Checkpoint
 
 

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..checkpoint import quantization_config
 from ..checkpoint.contents import Contents
-from ..checkpoint.detection import quantization_config
 from ..checkpoint.files import Checkpoint, open_checkpoint
 from ..checkpoint.packed import packed_modules
 from ..checkpoint.reading import read_contents

@@ -215,10 +215,11 @@ class Decider:
     def _describe(self, weight: StoredWeight, target: StorageSpec) -> str:
         if target.format == weight.stored_format and not weight.requantized:
             return f"{weight.encoding} -> {target.format}, codes as they are"
-        if weight.encoding.startswith("int4") and target.weight_format.is_coarse:
+        if weight.few_bits and target.weight_format.is_coarse:
+            kind = weight.encoding.split()[0]
             note = (
-                f"{weight.encoding} -> {target.format}: int4 weights are quantized a second time, expect the error of "
-                "both; verify-accuracy measures it"
+                f"{weight.encoding} -> {target.format}: {kind} weights are quantized a second time, expect the error "
+                "of both; verify-accuracy measures it"
             )
             if note not in self.notes:
                 self.notes.append(note)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tilewright.kernels.tensors import Reject, TensorSpec
 
 from ..checkpoint import detect_weights
-from ..checkpoint.files import Checkpoint
+from ..checkpoint.files import QUANTIZATION_FILES, Checkpoint
 from ..checkpoint.naming import Naming
 from ..checkpoint.packed import is_packed
 from ..families import family_of
@@ -20,7 +20,7 @@ from .model_config import check_head, output_config
 from .options import QuantizeOptions
 from .unquantized import foreign_weights, fused_groups_apart, group_advice, unquantized_modules
 
-STALE_FILES = ("hf_quant_config.json", "quant_cfg.json")  # describe the source's quantization
+STALE_FILES = (*QUANTIZATION_FILES, "quant_cfg.json")  # describe the source's quantization
 
 
 def plan_quantize(checkpoint: Checkpoint, options: QuantizeOptions, device: str = "cpu") -> Plan:

@@ -70,9 +70,7 @@ def _int4(checkpoint: Checkpoint) -> Mapping[str, StoredWeight]:
     canonical = family_of(checkpoint.config).experts.canonical
     inventory = detect_weights({name: checkpoint.spec(name) for name in checkpoint.files}, checkpoint.config)
     return {
-        canonical(weight.module): weight
-        for weight in inventory.weights
-        if weight.encoding.startswith("int4") and len(weight.shape) == 2
+        canonical(weight.module): weight for weight in inventory.weights if weight.few_bits and len(weight.shape) == 2
     }
 
 

@@ -144,6 +144,8 @@ class ModelOptMethod:
                 apart[module] = ALGORITHMS[name]
         fields.close()
         everything = groups[algorithm]
+        if algorithm == "MIXED_PRECISION" and layers is None:  # how SGLang knows W4AFP8 from ModelOpt's own mixtures
+            everything = W4AFP8.numbers
 
         def declared(module: str) -> DeclaredNumbers | None:
             if any(fnmatch.fnmatchcase(module, entry) or module == entry for entry in skipped):
