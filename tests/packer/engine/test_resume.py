@@ -265,7 +265,7 @@ def test_any_refused_write_is_resumable(
     source, output = make_source(), tmp_path / "out"
     convert(source, tmp_path / "whole", make_plan)
     final, before = hashes(tmp_path / "whole"), hashes(source)
-    for at in (2, 3, 5, 30, 61, 83, 95):
+    for at in (2, 3, 5, 30, 61, 75):  # the last ones only give the lock back
         wire = Tripwire(at, raising(number))
         with pytest.raises(TilewrightError, match=message):
             convert(source, output, make_plan)
