@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import re
+import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 from torch import distributed, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from tilewright.kernels.errors import CheckpointError, TilewrightError
+from tilewright.kernels.errors import CheckpointError
 from tilewright.kernels.model_names import ACTIVATION_NAMES
 from tilewright.kernels.modules import PackedExperts, PackedLinear, PackedMlp
 from tilewright.kernels.ops import experts as ops_experts
@@ -24,6 +26,8 @@ from .mlps import replace_mlps
 from .norms import replace_norms
 
 WITHOUT_TRANSFORMERS = "`load_packed` gives the packed modules without transformers"
+TRUST = "read the Python code in the directory; if you trust it, pass trust_remote_code=True"
+UNSET = -(1 << 30)  # no value of an integer buffer
 LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # Tensors that checkpoints carry and transformers computes or does not use.
 UNUSED = re.compile(r"\.(?:input_scale|input_zero_point|activation_scale|rotary_emb\.inv_freq)$|\.w_[kv]c$|^mtp\.")
@@ -35,6 +39,8 @@ def load_model(
     device: str = "cpu",
     verify_checksums: bool = False,
     fused: bool = True,
+    *,
+    trust_remote_code: bool = False,
 ) -> nn.Module:
     """The transformers model of a packed directory, its Linears and experts run by the bundled kernels.
 
@@ -50,9 +56,12 @@ def load_model(
         verify_checksums: Compare every file with its checksum first.
         fused: On a CPU, also run gated MLPs, norms and the attention of decode steps by one operator each. False keeps
             the modules of transformers around packed Linears, for those who hook or replace these.
+        trust_remote_code: Run the Python code that the directory brings for its model (`auto_map` in config.json).
+            Without it, a model that only that code knows is refused.
 
     Returns:
-        A `PreTrainedModel` in evaluation mode with `generate`; its attribute `packed` is the opened directory.
+        A `PreTrainedModel` in evaluation mode with `generate`; its attribute `packed` is the opened directory, and its
+        `save_pretrained` copies that directory.
 
     Raises:
         CheckpointError: The directory cannot be run, or its tensors are not those of the model; lists all of them.
@@ -61,14 +70,15 @@ def load_model(
         rank = distributed.get_rank()
     packed = load_packed(path, rank, device, verify_checksums)
     try:
-        config = AutoConfig.from_pretrained(packed.root)
+        config = AutoConfig.from_pretrained(packed.root, trust_remote_code=trust_remote_code)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config)
+            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers raises whatever building the model comes upon
         reason = f"transformers builds no model of its config: {_first_words(error)}"
-        raise CheckpointError(f"{packed.root}: {reason}", hint=WITHOUT_TRANSFORMERS) from error
+        hint = TRUST if "auto_map" in packed.config and not trust_remote_code else WITHOUT_TRANSFORMERS
+        raise CheckpointError(f"{packed.root}: {reason}", hint=hint) from error
     used = _replace_modules(model, packed, config)
     fused = fused and device == "cpu"
     if fused:
@@ -82,6 +92,7 @@ def load_model(
         lines += [f"`{name}` has no place in {type(model).__name__}" for name in unused]
         raise CheckpointError(f"{packed.root}: does not fit the model:\n  " + "\n  ".join(lines))
     _keep_precision(model)
+    _keep_dtype_of_activations(model, config)
     if fused:
         replace_norms(model)
         use_attention(model)
@@ -93,6 +104,7 @@ def load_model(
             hint = "correct it, or remove it for transformers' defaults"
             raise CheckpointError(f"{packed.root}: {reason}", hint=hint) from error
     model.packed = packed
+    model.save_pretrained = partial(_copy_directory, packed.root)
     model.eval()
     return model  # type: ignore[no-any-return]
 
@@ -216,7 +228,8 @@ def _check_linear(name: str, old: nn.Module, packed: PackedCheckpoint) -> None:
 
 def _fill(model: nn.Module, packed: PackedCheckpoint, used: set[str]) -> list[str]:
     """Give every tensor that is still on the meta device its value; returns the names of those that have none."""
-    missing = []
+    missing: list[str] = []
+    computed: dict[str, list[str]] = {}
     for path, module in list(model.named_modules()):
         prefix = f"{path}." if path else ""
         tensors = {**module._parameters, **module._buffers}
@@ -227,12 +240,12 @@ def _fill(model: nn.Module, packed: PackedCheckpoint, used: set[str]) -> list[st
             if name in packed.plain:
                 _set(module, key, packed.tensor(name), tensor, f"{packed.root}: `{name}`")
                 used.add(name)
-            elif hasattr(module, f"scalar_{key}"):  # scaled embeddings of Gemma also keep the number
-                module._buffers[key] = torch.tensor(getattr(module, f"scalar_{key}"))
-            elif key in module._non_persistent_buffers_set and hasattr(module, "config"):
-                _compute_buffers(module)
+            elif key in module._non_persistent_buffers_set:
+                computed.setdefault(path, []).append(key)
             else:
                 missing.append(name)
+    for path, keys in computed.items():
+        missing += [f"{path}.{key}" for key in _compute_buffers(model, model.get_submodule(path), keys)]
     return missing
 
 
@@ -276,9 +289,62 @@ def _set(module: nn.Module, key: str, value: torch.Tensor, old: torch.Tensor, su
         module._buffers[key] = value
 
 
-def _compute_buffers(module: nn.Module) -> None:
-    """Compute what a module computes when it is made (rotary frequencies), which making it on meta left out."""
-    twin = type(module)(module.config)
-    if any(tensor.device.type == "meta" for tensor in twin.buffers()) or list(twin.parameters()):
-        raise TilewrightError(f"{type(module).__name__}: its buffers cannot be computed on their own")
-    module._buffers.update(twin._buffers)
+def _compute_buffers(model: Any, module: nn.Module, keys: list[str]) -> list[str]:
+    """Compute buffers that lie in no file (rotary frequencies, scales of embeddings) as transformers does.
+
+    Returns:
+        Those that stay unknown.
+    """
+    for tensor in (*module.parameters(), *module.buffers()):
+        tensor._is_hf_initialized = True  # type: ignore[attr-defined]  # as transformers marks what it has loaded
+    for key in keys:
+        old = module._buffers[key]
+        assert old is not None
+        floats = old.dtype.is_floating_point
+        module._buffers[key] = torch.full(old.shape, torch.nan if floats else UNSET, dtype=old.dtype)
+    owner: Any = next((part for part in reversed(_owners(model, module)) if hasattr(part, "_init_weights")), model)
+    with torch.no_grad():
+        owner._init_weights(module)
+    return [key for key in keys if _unset(module._buffers[key])]
+
+
+def _unset(buffer: torch.Tensor | None) -> bool:
+    return buffer is None or bool((buffer.isnan() if buffer.dtype.is_floating_point else buffer == UNSET).any())
+
+
+def _owners(model: nn.Module, module: nn.Module) -> list[nn.Module]:
+    """The modules that `module` lies in, outermost first; each sub-model of transformers has its own initialisation."""
+    path = next(name for name, part in model.named_modules() if part is module)
+    parts = path.split(".") if path else []
+    return [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
+
+
+def _keep_dtype_of_activations(model: nn.Module, config: Any) -> None:
+    """Let norms whose weight is kept in fp32 give 16-bit activations back in their dtype.
+
+    transformers brings weights to the dtype of the model when it loads them, which is never done here. Left alone, a
+    norm of queries in fp32 would meet values in bf16, and attention refuses that.
+    """
+    if getattr(config.get_text_config(), "dtype", None) == torch.float32:
+        return
+    for module in model.modules():
+        weight = module._parameters.get("weight")
+        if weight is not None and weight.dim() == 1 and weight.dtype == torch.float32:
+            module.register_forward_hook(_to_dtype_of_input)
+
+
+def _to_dtype_of_input(_: nn.Module, arguments: tuple[Any, ...], result: Any) -> Any:
+    both = arguments and isinstance(arguments[0], torch.Tensor) and isinstance(result, torch.Tensor)
+    return result.to(arguments[0].dtype) if both else result
+
+
+def _copy_directory(root: Path, save_directory: str | Path, **_: Any) -> None:
+    """What `save_pretrained` of a packed model does: copy the packed directory, which is what it is.
+
+    Raises:
+        CheckpointError: There is something at `save_directory` already.
+    """
+    target = Path(save_directory)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise CheckpointError(f"{target}: is there already", hint="name a directory that is empty or not there")
+    shutil.copytree(root, target, dirs_exist_ok=True)
