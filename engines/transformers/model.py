@@ -300,8 +300,8 @@ def _compute_buffers(model: Any, module: nn.Module, keys: list[str]) -> list[str
     for key in keys:
         old = module._buffers[key]
         assert old is not None
-        floats = old.dtype.is_floating_point
-        module._buffers[key] = torch.full(old.shape, torch.nan if floats else UNSET, dtype=old.dtype)
+        unset = torch.nan if torch.is_floating_point(old) else UNSET
+        module._buffers[key] = torch.full(old.shape, unset, dtype=old.dtype)
     owner: Any = next((part for part in reversed(_owners(model, module)) if hasattr(part, "_init_weights")), model)
     with torch.no_grad():
         owner._init_weights(module)
@@ -309,7 +309,7 @@ def _compute_buffers(model: Any, module: nn.Module, keys: list[str]) -> list[str
 
 
 def _unset(buffer: torch.Tensor | None) -> bool:
-    return buffer is None or bool((buffer.isnan() if buffer.dtype.is_floating_point else buffer == UNSET).any())
+    return buffer is None or bool((buffer.isnan() if torch.is_floating_point(buffer) else buffer == UNSET).any())
 
 
 def _owners(model: nn.Module, module: nn.Module) -> list[nn.Module]:
@@ -320,16 +320,15 @@ def _owners(model: nn.Module, module: nn.Module) -> list[nn.Module]:
 
 
 def _keep_dtype_of_activations(model: nn.Module, config: Any) -> None:
-    """Let norms whose weight is kept in fp32 give 16-bit activations back in their dtype.
+    """Let norms whose weight is not in the dtype of the model give activations back in theirs.
 
     transformers brings weights to the dtype of the model when it loads them, which is never done here. Left alone, a
     norm of queries in fp32 would meet values in bf16, and attention refuses that.
     """
-    if getattr(config.get_text_config(), "dtype", None) == torch.float32:
-        return
+    dtype = getattr(config.get_text_config(), "dtype", None)
     for module in model.modules():
         weight = module._parameters.get("weight")
-        if weight is not None and weight.dim() == 1 and weight.dtype == torch.float32:
+        if dtype is not None and weight is not None and weight.dim() == 1 and weight.dtype != dtype:
             module.register_forward_hook(_to_dtype_of_input)
 
 
