@@ -19,6 +19,7 @@ from ..engine.identity import reading
 from ..engine.workers import Workers
 from ..families.config import text_config
 from ..limits import cpu_count
+from ..malloc_trim import FreedMemory
 from ..progress import Progress, progress_on
 from ..records.manifest import FileCheck, check_files, manifest_hash
 from ..threads import threads_for
@@ -130,8 +131,12 @@ def _weights(
             results[number] = result
             if codes is not None:
                 histograms.setdefault(codes.format.id, Histogram()).merge(counted)
+        del codes
+        with counting:
+            freed.add(BYTES_PER_WEIGHT * size)
         progress.advance(size)
 
+    freed = FreedMemory()
     tasks = list(comparisons(reference, candidate, limit))
     works = [(BYTES_PER_WEIGHT * size, partial(task, i, size, compare)) for i, (size, compare) in enumerate(tasks)]
     progress.start("verifying weights", sum(size for size, _ in tasks), unit="weights")

@@ -9,6 +9,7 @@ import torch
 from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.tensors import QTensor
 
+RUN = 1 << 18  # codes that are counted at once
 EXPONENTS = 300  # of fp32 scales, 2^-150 to 2^149
 
 
@@ -26,7 +27,8 @@ class Histogram:
 
     def add(self, q: QTensor) -> None:
         """Count one tensor."""
-        self.codes += torch.bincount(q.codes.contiguous().view(torch.uint8).flatten(), minlength=256)
+        for part in q.codes.contiguous().view(torch.uint8).flatten().split(RUN):  # `bincount` makes 8 bytes of each
+            self.codes += torch.bincount(part, minlength=256)
         if q.scales is not None:
             exponents = q.scales.clamp_min(2.0**-149).log2().floor().nan_to_num(0, 0, 0).to(torch.int64)
             self.scales += torch.bincount(exponents.flatten() + EXPONENTS // 2, minlength=EXPONENTS)
