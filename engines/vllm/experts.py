@@ -10,15 +10,7 @@ from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase
 from tilewright.kernels.errors import CheckpointError, KernelUnavailableError
 from tilewright.kernels.modules import PackedExperts, PackedStack
 
-# vLLM's name of what an expert computes between its products -> ours.
-ACTIVATIONS = {
-    "silu": "silu",
-    "gelu": "gelu",
-    "gelu_tanh": "gelu_tanh",
-    "swigluoai": "clamped_swiglu",
-    "swigluoai_uninterleave": "clamped_swiglu",
-}
-SLOPE, BOUND = 1.702, 7.0  # of `clamped_swiglu`, where the model states none
+from .gating import ACTIVATIONS, BOUND, SLOPE, refusal
 
 
 class PackedExpertsMethod(FusedMoEMethodBase):
@@ -34,9 +26,12 @@ class PackedExpertsMethod(FusedMoEMethodBase):
     def __init__(self, layer: Any, name: str, w13: PackedStack, w2: PackedStack) -> None:
         super().__init__(layer.moe_config)
         activation = layer.moe_config.activation.value
-        if reason := _refusal(layer, activation):
+        if reason := refusal(layer, activation):
             raise KernelUnavailableError(f"{name}: {reason}", hint="serve the checkpoint that it was packed from")
         slope, bound = layer.swiglu_alpha or SLOPE, layer.swiglu_limit or BOUND
+        stated = w13.spec.gating
+        if stated and stated.activation != ACTIVATIONS[activation]:
+            raise CheckpointError(f"{name}: experts are packed for `{stated.activation}`, vLLM runs `{activation}`")
         self.experts = PackedExperts(name, w13, w2, ACTIVATIONS[activation], slope, bound)
 
     def create_weights(self, layer: Any, hidden_size: int, intermediate_size_per_partition: int, **_: Any) -> None:
@@ -66,19 +61,6 @@ class PackedExpertsMethod(FusedMoEMethodBase):
         """Weighted sum of each token's experts: x [T, H], topk_weights [T, k], topk_ids [T, k] -> [T, H]."""
         y: Tensor = self.experts(x, topk_ids, topk_weights)
         return y
-
-
-def _refusal(layer: Any, activation: str) -> str | None:
-    """Why the kernel cannot run vLLM's experts, or None if it can."""
-    if activation not in ACTIVATIONS:
-        return f"its experts compute `{activation}`, which no bundled kernel does; known are {', '.join(ACTIVATIONS)}"
-    if layer.apply_router_weight_on_input:
-        return "its router weights scale the input of the experts, bundled kernels scale their output"
-    if ACTIVATIONS[activation] != "clamped_swiglu" and layer.swiglu_limit is not None:
-        return f"its experts clamp `{activation}` at {layer.swiglu_limit}, which no bundled kernel does"
-    if layer.swiglu_beta not in {None, 1.0}:
-        return f"its experts add {layer.swiglu_beta} to up, bundled kernels add 1"
-    return None
 
 
 def _first_expert(layer: Any) -> int:

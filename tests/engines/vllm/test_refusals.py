@@ -25,12 +25,18 @@ def directory(served: Served, tmp_path: Path) -> Path:
 
 
 def without(directory: Path, name: str) -> None:
-    """Take a tensor, or all of a packed module, out of a packed directory, and let the manifest agree."""
+    """Take a tensor, or all of a packed module, out of a packed directory."""
     file = directory / "model.safetensors"
     metadata = read_header(file).metadata
     described = json.loads(metadata["tilewright.modules"])
     described.pop(name, None)
     tensors = {key: value for key, value in load_file(file).items() if key != name and not key.startswith(f"{name}.")}
+    write(directory, tensors, metadata, described)
+
+
+def write(directory: Path, tensors: dict[str, Any], metadata: dict[str, str], described: dict[str, Any]) -> None:
+    """Write a packed directory's file anew, and let its manifest agree."""
+    file = directory / "model.safetensors"
     save_file(tensors, file, metadata | {"tilewright.modules": json.dumps(described)})
     manifest = json.loads((directory / "manifest.json").read_text())
     manifest["files"]["model.safetensors"]["size"] = file.stat().st_size
@@ -64,22 +70,14 @@ def test_a_cut_for_other_ranks(engine: Any, source: Callable[[str], Path], tmp_p
     assert "--tensor-parallel-size 2" in error
 
 
-def test_an_activation_that_no_kernel_runs(engine: Any, directory: Path) -> None:
-    config = json.loads((directory / "config.json").read_text()) | {"hidden_act": "relu2"}
-    (directory / "config.json").write_text(json.dumps(config))
-    assert "relu2" in engine.ask(directory)["error"]
-
-
-def test_an_untested_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilewright.engines.vllm import version
-    from tilewright.kernels.errors import KernelUnavailableError
-
-    version.check()
-    monkeypatch.setattr(version, "installed", lambda: "9.1.0")
-    with pytest.raises(KernelUnavailableError, match=r"vLLM 9\.1\.0 is installed"):
-        version.check()
-    monkeypatch.setenv(version.ANYWAY, "1")
-    version.check()
+def test_experts_that_compute_something_else(engine: Any, directory: Path) -> None:
+    """VLLM's class for the family says what experts compute; a file that says otherwise is not run."""
+    file = directory / "model.safetensors"
+    metadata = read_header(file).metadata
+    described = json.loads(metadata["tilewright.modules"])
+    described["model.layers.0.mlp.experts.w13"]["activation"] = "gelu_tanh"
+    write(directory, load_file(file), metadata, described)
+    assert "experts are packed for `gelu_tanh`, vLLM runs `silu`" in engine.ask(directory)["error"]
 
 
 def test_unpacked_checkpoints_are_packed_once(engine: Any, source: Callable[[str], Path], tmp_path: Path) -> None:
