@@ -3,74 +3,35 @@
 Persistent programs: a producer warp copies weight tiles and activation rows into a ring of stages, two consumer
 warpgroups decode int4 to FP8 in registers, multiply on the tensor cores and scale each group of 128 columns in fp32.
 
-A consumer has one or two blocks of 64 weight rows of each tile of work. The height of a tile is the smallest of 16, 32,
-64 and 128 that holds the activation rows that are left, decided on the device: there is no tile list to build, and few
-rows cost no more than the weight that they read. Blocks beyond N are read twice and stored once.
+A consumer has one or two blocks of 64 weight rows of each tile of work. The height of a tile is the smallest one in
+`next_height` that holds the activation rows that are left, decided on the device: there is no tile list to build. It
+is made of pieces, each of which one product takes; a block of weights is decoded once for all of them. Blocks beyond N
+are read twice and stored once.
 
 Register operands of `warpgroup_mma` are read asynchronously. The assembler keeps them alive until the wait; where it
 cannot prove that nothing else writes them, it serializes the products and says so. `tests/kernels/gpu/test_sass.py`
 checks both in the machine code.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
-# Annotations of aggregates are read when the kernel is built, so they cannot be strings.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.language.core import _aggregate as aggregate
 
+from .gluon_problem import Problem, Ring
 from .gluon_schedule import Schedule
+from .gluon_shapes import (
+    count_pieces,
+    groups_between_stops,
+    next_height,
+    pad,
+    product_layout,
+    registers_for,
+    rows_before,
+    rows_of,
+)
 
 CONSUMERS = gl.constexpr(2)
-
-
-@aggregate
-class Ring:
-    """Stages of activation rows and weight tiles, 128 columns deep, with their barriers."""
-
-    xs: gl.shared_memory_descriptor
-    ws: gl.shared_memory_descriptor
-    full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
-    stages: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, xs, ws, full, empty, stages):
-        self.xs = xs
-        self.ws = ws
-        self.full = full
-        self.empty = empty
-        self.stages = gl.constexpr(stages)
-
-
-@aggregate
-class Problem:
-    """Operands, and sizes known when the kernel is compiled; `groups` covers K in groups of 128.
-
-    A consumer has `blocks` blocks of 64 weight rows of a tile.
-    """
-
-    scales: gl.tensor
-    a_scale: gl.tensor
-    out: gl.tensor
-    n: gl.constexpr
-    groups: gl.constexpr
-    per_token: gl.constexpr
-    blocks: gl.constexpr
-    tile_m: gl.constexpr
-    unroll: gl.constexpr
-
-    @gluon.constexpr_function
-    def __init__(self, scales, a_scale, out, n, groups, per_token, blocks, tile_m, unroll):
-        self.scales = scales
-        self.a_scale = a_scale
-        self.out = out
-        self.n = gl.constexpr(n)
-        self.groups = gl.constexpr(groups)
-        self.per_token = gl.constexpr(per_token)
-        self.blocks = gl.constexpr(blocks)
-        self.tile_m = gl.constexpr(tile_m)
-        self.unroll = gl.constexpr(unroll)
 
 
 @gluon.jit
@@ -108,7 +69,7 @@ def prefetch_scales(p, w_row, last_block, g):
 
 
 @gluon.jit
-def produce_tile(p, ring, x16, x32, w, turn, w_row, x_row, last_block, HEIGHT: gl.constexpr):
+def produce_tile(p, ring, x16, x64, w, turn, w_row, x_row, last_block, HEIGHT: gl.constexpr):
     """Fill the stages of one tile: its weight tiles and `HEIGHT` activation rows each."""
     TILES: gl.constexpr = CONSUMERS * p.blocks
     for g in range(p.groups):
@@ -124,26 +85,25 @@ def produce_tile(p, ring, x16, x32, w, turn, w_row, x_row, last_block, HEIGHT: g
                 block = gl.minimum(i, last_block)
             row = w_row + block * (p.groups * 64) + g * 64
             tma.async_copy_global_to_shared(w, [row, 0], bar, ring.ws.index(stage * TILES + i))
-        if HEIGHT == 16:
-            tma.async_copy_global_to_shared(x16, [x_row, g * 128], bar, ring.xs.index(stage).slice(0, 16))
-        else:
-            for i in gl.static_range(HEIGHT // 32):
-                part = ring.xs.index(stage).slice(i * 32, 32)
-                tma.async_copy_global_to_shared(x32, [x_row + i * 32, g * 128], bar, part)
+        x = ring.xs.index(stage)
+        for i in gl.static_range(HEIGHT // 64):
+            tma.async_copy_global_to_shared(x64, [x_row + i * 64, g * 128], bar, x.slice(i * 64, 64))
+        for i in gl.static_range(HEIGHT // 64 * 4, HEIGHT // 16):
+            tma.async_copy_global_to_shared(x16, [x_row + i * 16, g * 128], bar, x.slice(i * 16, 16))
         turn += 1
 
 
 @gluon.jit
-def produce_height(p, ring, x16, x32, w, turn, w_row, x_row, last_block, rows, HEIGHT: gl.constexpr):
+def produce_height(p, ring, x16, x64, w, turn, w_row, x_row, last_block, rows, HEIGHT: gl.constexpr):
     """`produce_tile` of the smallest height from `HEIGHT` on that holds the rows that are left."""
     if p.tile_m == HEIGHT or rows <= HEIGHT:
-        produce_tile(p, ring, x16, x32, w, turn, w_row, x_row, last_block, HEIGHT)
+        produce_tile(p, ring, x16, x64, w, turn, w_row, x_row, last_block, HEIGHT)
     else:
-        produce_height(p, ring, x16, x32, w, turn, w_row, x_row, last_block, rows, 2 * HEIGHT)
+        produce_height(p, ring, x16, x64, w, turn, w_row, x_row, last_block, rows, next_height(HEIGHT))
 
 
 @gluon.jit
-def produce(p, schedule, ring, x16, x32, w):
+def produce(p, schedule, ring, x16, x64, w):
     """The producer warp: every stage of every tile of this program, in the order in which the consumers take them."""
     TILES: gl.constexpr = CONSUMERS * p.blocks
     turn = 0
@@ -152,7 +112,7 @@ def produce(p, schedule, ring, x16, x32, w):
         block, row = cursor.place(schedule)
         w_row = (cursor.expert * (p.n // 64) + block * TILES) * (p.groups * 64)
         last_block = p.n // 64 - 1 - block * TILES
-        produce_height(p, ring, x16, x32, w, turn, w_row, row, last_block, cursor.last - row, 16)
+        produce_height(p, ring, x16, x64, w, turn, w_row, row, last_block, cursor.last - row, 16)
         turn += p.groups
         cursor = cursor.next(schedule)
 
@@ -170,23 +130,40 @@ def fragment(p, ring, turn, BLOCK: gl.constexpr, OPERAND: gl.constexpr):
 
 
 @gluon.jit
-def multiply(low, high, ring, turn, zero, HEIGHT: gl.constexpr):
-    """Start the product of 64 weight rows and the stage's activation rows, 128 columns deep; not finished on return."""
-    x = ring.xs.index(turn % ring.stages).slice(0, HEIGHT)
-    part = warpgroup_mma(low, x.slice(0, 64, dim=1).permute((1, 0)), zero, use_acc=False, is_async=True)
+def zeros(ROWS: gl.constexpr):
+    """An empty sum of 64 weight rows by `ROWS` activation rows."""
+    return gl.zeros([64, ROWS], gl.float32, product_layout(ROWS))
+
+
+@gluon.jit
+def multiply(p, low, high, ring, turn, INDEX: gl.constexpr, HEIGHT: gl.constexpr):
+    """Start the product of 64 weight rows and a piece of the stage's activation rows; not finished on return."""
+    ROWS: gl.constexpr = rows_of(HEIGHT, p.piece, INDEX)
+    MMA: gl.constexpr = product_layout(ROWS)
+    low = gl.convert_layout(low, gl.DotOperandLayout(0, MMA, 4), assert_trivial=True)
+    high = gl.convert_layout(high, gl.DotOperandLayout(0, MMA, 4), assert_trivial=True)
+    x = ring.xs.index(turn % ring.stages).slice(rows_before(HEIGHT, p.piece, INDEX), ROWS)
+    part = warpgroup_mma(low, x.slice(0, 64, dim=1).permute((1, 0)), zeros(ROWS), use_acc=False, is_async=True)
     return warpgroup_mma(high, x.slice(64, 64, dim=1).permute((1, 0)), part, is_async=True)
 
 
 @gluon.jit
-def store(p, acc, buffer, row, last, n0, HEIGHT: gl.constexpr, MMA: gl.constexpr):
-    """Scale by the activations, round to bf16, turn through shared memory, store the rows that exist."""
-    m = row + gl.arange(0, HEIGHT, gl.SliceLayout(0, MMA))
+def row_scales(p, row, last, HEIGHT: gl.constexpr):
+    """Scales of a piece's activation rows, times 256."""
+    m = row + gl.arange(0, HEIGHT, gl.SliceLayout(0, product_layout(HEIGHT)))
     if p.per_token:
-        acc = acc * (gl.load(p.a_scale + m, mask=m < last, other=0.0) * 256.0)[None, :]
+        scales = gl.load(p.a_scale + m, mask=m < last, other=0.0)
     else:
-        acc = acc * (gl.load(p.a_scale) * 256.0)
+        scales = gl.load(p.a_scale + m * 0)
+    return scales * 256.0
+
+
+@gluon.jit
+def store(p, total, x_scales, buffer, row, last, n0):
+    """Scale by the activations, round to bf16, turn through shared memory, store the rows that exist."""
+    HEIGHT: gl.constexpr = total.shape[1]
     part = buffer.slice(0, HEIGHT)
-    part.permute((1, 0)).store(acc.to(gl.bfloat16))
+    part.permute((1, 0)).store((total * x_scales[None, :]).to(gl.bfloat16))
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     values = part.load(ROWS)
     m = row + gl.arange(0, HEIGHT, gl.SliceLayout(1, ROWS))
@@ -195,57 +172,124 @@ def store(p, acc, buffer, row, last, n0, HEIGHT: gl.constexpr, MMA: gl.constexpr
 
 
 @gluon.jit
-def consume_tile(p, ring, buffer, turn, expert, block, row, last, C: gl.constexpr, HEIGHT: gl.constexpr):
-    """A consumer's weight rows of a tile: one product per block and group, decoding one while another multiplies.
+def finish(product, sums, LAST: gl.constexpr, BEHIND: gl.constexpr):
+    """Wait for a product with `BEHIND` others behind it, once the sum that was added to last is complete.
 
-    Within `unroll` groups the tensor cores do not wait for a decode. No product is in flight across the loop's back
-    edge, which the assembler would answer by serializing all of them. Accumulators of `tile_m` rows and operands fill
-    the registers, and there is nothing to decode ahead into; at 128 rows not even room for two products.
+    Without that order the compiler puts additions off, and finished products fill the registers.
     """
-    MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEIGHT, 32])
+    done, last = warpgroup_mma_wait(2 * BEHIND, [product, sums[LAST]])  # a product is two groups of instructions
+    return done, sums[:LAST] + (last,) + sums[LAST + 1 :]
+
+
+@gluon.jit
+def settle(sums, LAST: gl.constexpr):
+    """Have the additions to a sum done before what follows."""
+    last = warpgroup_mma_wait(2, [sums[LAST]])
+    return sums[:LAST] + (last,) + sums[LAST + 1 :]
+
+
+@gluon.jit
+def add_scaled(sums, product, scales, shift, INDEX: gl.constexpr):
+    """The sums with a finished product, each of its weight rows scaled, added to one of them.
+
+    A scale is half of a word of `scales`: 16-bit numbers that cross a loop's back edge are packed, and so waited for.
+    """
+    COLUMN: gl.constexpr = gl.SliceLayout(1, product.type.layout)
+    scale = ((scales << shift) & -65536).to(gl.float32, bitcast=True)
+    scale = gl.convert_layout(scale, COLUMN, assert_trivial=True)
+    return sums[:INDEX] + (sums[INDEX] + product * scale[:, None],) + sums[INDEX + 1 :]
+
+
+@gluon.jit
+def empty_sums(p, HEIGHT: gl.constexpr):
+    """A sum for each block and piece, block by block."""
+    PIECES: gl.constexpr = count_pieces(HEIGHT, p.piece)
+    sums = ()
+    for i in gl.static_range(p.blocks * PIECES):
+        sums = sums + (zeros(rows_of(HEIGHT, p.piece, i % PIECES)),)  # type: ignore[assignment]
+    return sums
+
+
+@gluon.jit
+def store_tile(p, sums, x_scales, buffer, row, last, n0, HEIGHT: gl.constexpr):
+    """Store what a consumer has of a tile; `x_scales` are its rows' scales where they are loaded already."""
+    PIECES: gl.constexpr = count_pieces(HEIGHT, p.piece)
+    for i in gl.static_range(PIECES):
+        at = row + rows_before(HEIGHT, p.piece, i)
+        if HEIGHT > 32:
+            x_scales = row_scales(p, at, last, rows_of(HEIGHT, p.piece, i))
+        if n0 < p.n:
+            store(p, sums[i], x_scales, buffer, at, last, n0)
+        if p.blocks == 2 and n0 + 64 < p.n:
+            store(p, sums[PIECES * (p.blocks - 1) + i], x_scales, buffer, at, last, n0 + 64)
+
+
+@gluon.jit
+def consume_tile(p, ring, buffer, turn, expert, block, row, last, C: gl.constexpr, HEIGHT: gl.constexpr):
+    """A consumer's weight rows of a tile: for each group and block, one product for each piece of activation rows.
+
+    A block is decoded once for all pieces. A product starts before the one before it is waited for, and the next
+    block is decoded meanwhile, so that neither decoding nor scaling keeps the tensor cores waiting. Only operands, no
+    product in flight, cross the loop's back edge: the assembler would answer by serializing all products.
+    """
+    PIECES: gl.constexpr = count_pieces(HEIGHT, p.piece)
+    SUMS: gl.constexpr = p.blocks * PIECES
+    UNROLL: gl.constexpr = groups_between_stops(p.groups, SUMS, p.products)
+    STEPS: gl.constexpr = UNROLL * SUMS
+    ALONE: gl.constexpr = registers_for(p.blocks, HEIGHT, p.piece, 1) > 224
+    CROWDED: gl.constexpr = registers_for(p.blocks, HEIGHT, p.piece, 2) > 208
+    MMA: gl.constexpr = product_layout(rows_of(HEIGHT, p.piece, 0))
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
-    UNROLL: gl.constexpr = 1 if p.tile_m == HEIGHT else p.unroll
     n0 = (block * CONSUMERS + C) * (64 * p.blocks)
     n = gl.minimum(n0, p.n - 64) + gl.arange(0, 64, gl.SliceLayout(1, MMA))
-    scales0 = p.scales + expert * (p.groups * p.n) + n
-    scales1 = scales0 + (64 if p.n % 128 == 0 else gl.minimum(n0 + 64, p.n - 64) - gl.minimum(n0, p.n - 64))
-    acc0 = gl.zeros([64, HEIGHT], gl.float32, MMA)
-    acc1 = gl.zeros([64, HEIGHT], gl.float32, MMA)
-    zero = gl.zeros([64, HEIGHT], gl.float32, MMA)
+    scales0 = p.scales.to(gl.pointer_type(gl.int32), bitcast=True) + expert * (p.groups * p.n // 2) + n // 2
+    scales1 = scales0 + (32 if p.n % 128 == 0 else (gl.minimum(n0 + 64, p.n - 64) - gl.minimum(n0, p.n - 64)) // 2)
+    shift = (1 - n % 2) * 16
+    sums = empty_sums(p, HEIGHT)
+    if HEIGHT <= 32:  # there are registers for them, and a small tile would wait for the load at its end
+        x_scales = row_scales(p, row, last, HEIGHT)
+    else:
+        x_scales = None
     s0 = gl.load(scales0)
     s1 = gl.load(scales1)
+    next0 = gl.load(scales0 + min(1, p.groups - 1) * (p.n // 2))
+    next1 = gl.load(scales1 + min(1, p.groups - 1) * (p.n // 2))
     for g in range(0, p.groups, UNROLL):
         wait_for_stage(ring, turn)
         low, high = fragment(p, ring, turn, C * p.blocks, OPERAND)
-        product = multiply(low, high, ring, turn, zero, HEIGHT)
-        for u in gl.static_range(UNROLL):
-            ahead = gl.minimum(g + u + 1, p.groups - 1) * p.n
-            next0 = gl.load(scales0 + ahead)
-            next1 = gl.load(scales1 + ahead)
-            for b in gl.static_range(p.blocks):
-                following = turn + (b + 1) // p.blocks
-                if u * p.blocks + b + 1 < UNROLL * p.blocks:
-                    if b + 1 == p.blocks:
-                        wait_for_stage(ring, following)
-                    low, high = fragment(p, ring, following, C * p.blocks + (b + 1) % p.blocks, OPERAND)
-                done = warpgroup_mma_wait(0, [product])
-                if b + 1 == p.blocks:
-                    mbarrier.arrive(ring.empty.index(turn % ring.stages), count=1)
-                if u * p.blocks + b + 1 < UNROLL * p.blocks and HEIGHT < 128:
-                    product = multiply(low, high, ring, following, zero, HEIGHT)
-                if b == 0:
-                    acc0 = acc0 + done * s0.to(gl.float32)[:, None]
-                else:
-                    acc1 = acc1 + done * s1.to(gl.float32)[:, None]
-                if u * p.blocks + b + 1 < UNROLL * p.blocks and HEIGHT == 128:
-                    product = multiply(low, high, ring, following, zero, HEIGHT)
-                turn = following
-            s0 = next0
-            s1 = next1
-    if n0 < p.n:
-        store(p, acc0, buffer, row, last, n0, HEIGHT, MMA)
-    if p.blocks == 2 and n0 + 64 < p.n:
-        store(p, acc1, buffer, row, last, n0 + 64, HEIGHT, MMA)
+        product = multiply(p, low, high, ring, turn, 0, HEIGHT)
+        for i in gl.static_range(STEPS):
+            if i % SUMS == 0:
+                ahead = gl.minimum(g + i // SUMS + 2, p.groups - 1) * (p.n // 2)
+                later0 = gl.load(scales0 + ahead)
+                later1 = gl.load(scales1 + ahead)
+            following = turn + (i + 1) // SUMS
+            if i + 1 < STEPS:
+                if (i + 1) % SUMS == 0:
+                    wait_for_stage(ring, following)
+                if (i + 1) % PIECES == 0:
+                    low, high = fragment(p, ring, following, C * p.blocks + (i + 1) // PIECES % p.blocks, OPERAND)
+            if i + 1 == STEPS or ALONE or (CROWDED and (i + 1) % PIECES == 0):
+                done, sums = finish(product, sums, (i - 1) % SUMS, 0)
+            else:
+                after = multiply(p, low, high, ring, following, (i + 1) % PIECES, HEIGHT)
+                done, sums = finish(product, sums, (i - 1) % SUMS, 1)
+                product = after
+            if i + 1 < STEPS and not ALONE and CROWDED and (i + 1) % PIECES == 0:
+                product = multiply(p, low, high, ring, following, (i + 1) % PIECES, HEIGHT)
+            if (i + 1) % SUMS == 0:
+                mbarrier.arrive(ring.empty.index((turn + i // SUMS) % ring.stages), count=1)
+            sums = add_scaled(sums, done, s0 if i // PIECES % p.blocks == 0 else s1, shift, i % SUMS)
+            if i + 1 < STEPS and ALONE:
+                sums = settle(sums, i % SUMS)
+                product = multiply(p, low, high, ring, following, (i + 1) % PIECES, HEIGHT)
+            if (i + 1) % SUMS == 0:
+                s0 = next0
+                s1 = next1
+                next0 = later0
+                next1 = later1
+        turn += UNROLL
+    store_tile(p, sums, x_scales, buffer, row, last, n0, HEIGHT)
 
 
 @gluon.jit
@@ -254,7 +298,7 @@ def consume_height(p, ring, buffer, turn, cursor, block, row, C: gl.constexpr, H
     if p.tile_m == HEIGHT or cursor.last - row <= HEIGHT:
         consume_tile(p, ring, buffer, turn, cursor.expert, block, row, cursor.last, C, HEIGHT)
     else:
-        consume_height(p, ring, buffer, turn, cursor, block, row, C, 2 * HEIGHT)
+        consume_height(p, ring, buffer, turn, cursor, block, row, C, next_height(HEIGHT))
 
 
 @gluon.jit
@@ -272,7 +316,7 @@ def consume(p, schedule, ring, buffers, C: gl.constexpr):
 @gluon.jit(do_not_specialize=["a_scale", "offsets", "experts"])
 def w4a8_grouped(
     x16,
-    x32,
+    x64,
     w,
     scales,
     a_scale,
@@ -285,7 +329,8 @@ def w4a8_grouped(
     BLOCKS: gl.constexpr,
     TILE_M: gl.constexpr,
     STAGES: gl.constexpr,
-    UNROLL: gl.constexpr,
+    PRODUCTS: gl.constexpr,
+    PIECE: gl.constexpr,
     REGISTERS: gl.constexpr,
 ):
     """Out[m, n] = a_scale[m] * sum_g scales[e, g, n] * sum_k x[m, k] * w[e, n, k] for the rows m of every expert e.
@@ -293,22 +338,24 @@ def w4a8_grouped(
     Descriptors are those of `gluon_launch`. `REGISTERS` are a consumer thread's; the producer has 24.
     """
     TILES: gl.constexpr = CONSUMERS * BLOCKS
-    xs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, TILE_M, 128], x16.layout)
+    xs = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, pad(TILE_M), 128], x16.layout)
     ws = gl.allocate_shared_memory(gl.int8, [STAGES * TILES, 64, 64], w.layout)
-    buffers = gl.allocate_shared_memory(gl.bfloat16, [CONSUMERS, TILE_M, 64], gl.NVMMASharedLayout(128, 16, 2))
+    buffers = gl.allocate_shared_memory(
+        gl.bfloat16, [CONSUMERS, min(TILE_M, PIECE), 64], gl.NVMMASharedLayout(128, 16, 2)
+    )
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=CONSUMERS)
     ring = Ring(xs, ws, full, empty, STAGES)
-    p = Problem(scales, a_scale, out, N, GROUPS, PER_TOKEN, BLOCKS, TILE_M, UNROLL)
+    p = Problem(scales, a_scale, out, N, GROUPS, PER_TOKEN, BLOCKS, TILE_M, PRODUCTS, PIECE)
     schedule = Schedule(offsets, experts, (N + 64 * TILES - 1) // (64 * TILES), TILE_M)
     gl.warp_specialize(
         [
             (consume, (p, schedule, ring, buffers, 0)),
             (consume, (p, schedule, ring, buffers, 1)),
-            (produce, (p, schedule, ring, x16, x32, w)),
+            (produce, (p, schedule, ring, x16, x64, w)),
         ],
         [4, 1],
         [REGISTERS, 24],

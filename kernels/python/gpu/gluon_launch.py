@@ -35,7 +35,8 @@ def constants(n: int, groups: int, per_token: bool, launch: Launch) -> dict[str,
         "BLOCKS": launch.blocks,
         "TILE_M": launch.tile_m,
         "STAGES": launch.stages,
-        "UNROLL": launch.unroll if groups % launch.unroll == 0 else 1,
+        "PRODUCTS": launch.products,
+        "PIECE": launch.piece,
         "REGISTERS": launch.registers,
     }
 
@@ -78,13 +79,13 @@ class Compiled:
 @functools.cache
 def compiled(device: int, n: int, groups: int, per_token: bool, launch: Launch) -> Compiled:
     """The kernel for one shape on one device."""
-    x16, x32 = (descriptor(torch.float8_e4m3fn, rows, 128, X_LAYOUT) for rows in (16, 32))
+    x16, x64 = (descriptor(torch.float8_e4m3fn, rows, 128, X_LAYOUT) for rows in (16, 64))
     w = descriptor(torch.int8, 64, 64, W_LAYOUT)
     pointers = (Address(dtype) for dtype in (torch.bfloat16, torch.float32, torch.bfloat16, torch.int32))
     values = constants(n, groups, per_token, launch)
     with torch.cuda.device(device):
         options = {"num_warps": 4, "maxnreg": launch.max_registers}
-        kernel = w4a8_grouped.warmup(x16, x32, w, *pointers, 2, grid=(1,), **options, **values)
+        kernel = w4a8_grouped.warmup(x16, x64, w, *pointers, 2, grid=(1,), **options, **values)
         run = kernel.run  # loads the kernel onto the device
     assert not run.global_scratch_size
     assert not run.profile_scratch_size

@@ -23,6 +23,7 @@ with contextlib.suppress(ImportError, AttributeError):  # other releases have an
     from . import gluon_launch
 
 FP8 = torch.float8_e4m3fn
+FEWEST_COLUMNS = 512  # below, the Gluon kernel compiles for minutes, and a product is too short to matter
 LIBRARY = torch.library.Library("tilewright", "FRAGMENT")
 LIBRARY.define(
     "w4a8_grouped_mm(Tensor x, Tensor tiles, Tensor scales, Tensor offsets, Tensor a_scale, int group=128, "
@@ -105,7 +106,7 @@ def prepared(
     """Check the operands, and prepare the Gluon kernel for them if it is to run."""
     check(x, tiles, scales, offsets, a_scale, group)
     (m, k), (experts, blocks), device = x[1], tiles[1][:2], x[3].index
-    if not m or group != 128 or not support.gluon_on(device):
+    if not m or group != 128 or k < FEWEST_COLUMNS or not support.gluon_on(device):
         return None
     launch = support.launch_for(min(expected_rows or m, m), experts)
     return gluon_launch.prepare(device, m, k, experts, blocks * 64, a_scale[1][0] > 1, launch)

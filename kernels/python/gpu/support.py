@@ -29,8 +29,9 @@ class Launch:
         tile_m: Most activation rows of a tile.
         stages: Depth of the ring that the producer fills.
         registers: Registers of a consumer thread.
-        unroll: Groups between two points where no product is in flight, if it divides the number of groups; tiles of
-            `tile_m` rows have no registers left for it.
+        products: Products between two points where none is in flight, at most; loops that are longer than the
+            instruction cache are slow.
+        piece: Most activation rows of one product: 64 or 128.
         programs: Programs that share a multiprocessor.
         max_registers: Registers of a thread at the start; None leaves them to the compiler.
     """
@@ -39,7 +40,8 @@ class Launch:
     tile_m: int
     stages: int
     registers: int
-    unroll: int = 2
+    products: int = 4
+    piece: int = 64
     programs: int = 1
     max_registers: int | None = None
 
@@ -54,12 +56,12 @@ class TritonLaunch:
     warps: int
 
 
-# Most rows, and most rows per expert on average, that a line is for. Few rows hit few experts: tiles of half as many
-# weight rows then occupy more multiprocessors.
-TUNED: tuple[tuple[float, float, Launch], ...] = (
-    (16, 16, Launch(blocks=1, tile_m=32, stages=8, registers=104, programs=2, max_registers=80)),
-    (float("inf"), 16, Launch(blocks=2, tile_m=32, stages=4, registers=104, programs=2, max_registers=80)),
-    (float("inf"), float("inf"), Launch(blocks=2, tile_m=128, stages=6, registers=240)),
+# Most rows per expert, on average, that a line is for. Few rows hit few experts: tiles of half as many weight rows then
+# occupy more multiprocessors. Many rows: the taller a tile, the less decoding for each row.
+TUNED: tuple[tuple[float, Launch], ...] = (
+    (8, Launch(blocks=1, tile_m=16, stages=8, registers=104, programs=2, max_registers=80)),
+    (80, Launch(blocks=2, tile_m=96, stages=6, registers=240)),
+    (float("inf"), Launch(blocks=1, tile_m=256, stages=4, registers=240, products=2, piece=128)),
 )
 # Most rows per expert, on average, that a line is for.
 TUNED_TRITON: tuple[tuple[float, TritonLaunch], ...] = (
@@ -71,7 +73,7 @@ TUNED_TRITON: tuple[tuple[float, TritonLaunch], ...] = (
 
 def launch_for(rows: int, experts: int) -> Launch:
     """Sizes for `rows` activation rows over `experts` experts."""
-    return next(launch for most, average, launch in TUNED if rows <= most and rows <= average * experts)
+    return next(launch for average, launch in TUNED if rows <= average * experts)
 
 
 def triton_launch_for(rows: int, experts: int) -> TritonLaunch:

@@ -94,6 +94,7 @@ ROWS = {
     "decode": [1, 0, 1, 2, 16, 17, 0, 1],
     "edges": [15, 16, 17, 31, 32, 33, 63, 64, 65],
     "tall": [127, 128, 129, 0, 255, 256, 257],
+    "pieces": [79, 80, 81, 95, 96, 97, 143, 144, 145, 159, 161, 191, 193],
     "skewed": [700, 0, 3, 1, 40, 90],
 }
 
@@ -108,7 +109,7 @@ def sizes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
 
 
 @needs_gpu
-@pytest.mark.parametrize("sizes", [launch for *_, launch in support.TUNED], ids=("few", "some", "many"), indirect=True)
+@pytest.mark.parametrize("sizes", [launch for _, launch in support.TUNED], ids=("few", "some", "many"), indirect=True)
 @pytest.mark.parametrize(("n", "k", "per_token"), [(320, 640, True), (256, 512, False)])
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 def test_gpu_agrees_with_float64(rows: list[int], n: int, k: int, per_token: bool, sizes: None) -> None:

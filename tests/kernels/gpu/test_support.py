@@ -48,17 +48,18 @@ def test_every_load_has_sizes() -> None:
     launches = [support.triton_launch_for(rows, 32) for rows in (1, 32, 256, 2048, 16384)]
     assert launches[0].block_m == 16
     assert launches[-1].block_m == 128
-    few, some, many = (support.launch_for(rows, 32) for rows in (16, 512, 513))
-    assert [few, some, many] == [launch for *_, launch in support.TUNED]
-    assert support.launch_for(17, 32) is some
-    assert support.launch_for(17, 1) is many
+    few, some, many = (support.launch_for(rows, 32) for rows in (256, 257, 2561))
+    assert [few, some, many] == [launch for _, launch in support.TUNED]
+    assert support.launch_for(80, 1) is some
+    assert support.launch_for(81, 1) is many
 
 
-@pytest.mark.parametrize("launch", [launch for *_, launch in support.TUNED])
+@pytest.mark.parametrize("launch", [launch for _, launch in support.TUNED])
 def test_sizes_fit_a_multiprocessor(launch: support.Launch) -> None:
     """228 KiB of shared memory, 1 of them taken per program, and 64 Ki registers, 24 for each producing thread."""
-    stage = 4096 * 2 * launch.blocks + 128 * launch.tile_m
-    buffers, barriers = 2 * launch.tile_m * 64 * 2, 256
+    rows = 1 << (launch.tile_m - 1).bit_length()
+    stage = 4096 * 2 * launch.blocks + 128 * rows
+    buffers, barriers = 2 * min(rows, launch.piece) * 64 * 2, 256
     assert launch.programs * (launch.stages * stage + buffers + barriers + 1024) <= 228 * 1024
     assert launch.programs * 128 * (2 * launch.registers + 24) <= 65536
     assert launch.programs * 384 * (launch.max_registers or 168) <= 65536

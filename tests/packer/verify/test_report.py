@@ -89,12 +89,6 @@ def test_the_page_holds_its_json_and_nothing_from_outside(document: dict[str, An
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_what_turns_the_direction_of_text_is_spelled_out(document: dict[str, Any]) -> None:
-    page = render(document | {"candidate": "model\u202egpj.bat"})
-    assert "\u202e" not in page
-    assert "model\\\\u202egpj.bat" in page
-
-
 def test_the_page_can_be_read_without_a_script(document: dict[str, Any]) -> None:
     (text,) = re.findall(r"<noscript>(.*?)</noscript>", render(document), re.DOTALL)
     assert "FAIL  level model" in text
