@@ -109,6 +109,20 @@ inline void check_apart(const Tensor& out, Inputs inputs) {
   }
 }
 
+// How activations of a problem are rounded to int8, once its kind, k and group are known.
+inline void set_activations(GemmProblem& p, int64_t activation_group, int64_t rotation) {
+  const bool integers = p.kind == Kind::int8 || p.kind == Kind::int4_int8;
+  TILEWRIGHT_CHECK(activation_group == 0 || ((activation_group == 64 || activation_group == 128) && integers),
+                   "activation_group is ", activation_group,
+                   ", it must be 0 (one scale for each row), 64 or 128, and 0 where activations are not int8");
+  const bool power = rotation > 1 && rotation <= 128 && (rotation & (rotation - 1)) == 0;
+  TILEWRIGHT_CHECK(rotation == 0 || (power && p.k % rotation == 0), "rotation is ", rotation,
+                   ", it must be 0 or a power of two from 2 to 128 that divides the ", p.k, " columns");
+  TILEWRIGHT_CHECK(rotation == 0 || integers || p.kind == Kind::int4_bf16, "only int8 and int4 weights are rotated");
+  p.activation_group = activation_group;
+  p.rotation = rotation;
+}
+
 // The tensor of a result, x with `columns` in the place of its last size: new, or what the caller gave for it.
 inline Tensor result(const Tensor& x, int64_t columns, const Tensor* out, Inputs inputs) {
   std::vector<int64_t> sizes;

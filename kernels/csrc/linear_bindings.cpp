@@ -115,9 +115,10 @@ Tensor linear_bf16(const Tensor* out, const Tensor& x, const Tensor& weight, int
 }
 
 Tensor linear_int8(const Tensor* out, const Tensor& x, const Tensor& weight, const Tensor& scale, int64_t n,
-                   std::optional<Tensor> bias) {
+                   std::optional<Tensor> bias, int64_t activation_group, int64_t rotation) {
   Tensor rows;
   GemmProblem p = problem(Kind::int8, x, n, rows);
+  set_activations(p, activation_group, rotation);
   p.weight = contiguous_bytes(weight, "weight", ScalarType::Char, "int8");
   check_rows(p, weight, p.padded_k + 4);
   p.scale = contiguous_floats(scale, "scale");
@@ -142,7 +143,8 @@ Tensor linear_fp8(const Tensor* out, const Tensor& x, const Tensor& weight, cons
 }
 
 Tensor linear_int4(const Tensor* out, const Tensor& x, const Tensor& weight, const Tensor& zeros, const Tensor& scale,
-                   int64_t n, std::optional<Tensor> bias, bool int8_activations) {
+                   int64_t n, std::optional<Tensor> bias, bool int8_activations, int64_t activation_group,
+                   int64_t rotation) {
   Tensor rows;
   GemmProblem p = problem(int8_activations ? Kind::int4_int8 : Kind::int4_bf16, x, n, rows);
   p.weight = contiguous_bytes(weight, "weight", ScalarType::Byte, "uint8");
@@ -159,6 +161,7 @@ Tensor linear_int4(const Tensor* out, const Tensor& x, const Tensor& weight, con
   for (const Tensor* t : {&zeros, &scale})
     TILEWRIGHT_CHECK(t->dim() == 3 && t->size(0) == blocks && t->size(1) == groups && t->size(2) == 32,
                      "zeros and scale must be [", blocks, ", ", groups, ", 32], one is ", shape(*t));
+  set_activations(p, activation_group, rotation);
   p.stored_n = blocks * 32;
   p.padded_k = groups * p.group;
   p.bias = checked_bias(bias, n);
@@ -184,17 +187,21 @@ void checked_blocking(std::vector<int64_t> fields) {
 
 STABLE_TORCH_LIBRARY(tilewright, m) {
   m.def("linear_bf16(Tensor x, Tensor weight, int n, Tensor? bias=None) -> Tensor");
-  m.def("linear_int8(Tensor x, Tensor weight, Tensor scale, int n, Tensor? bias=None) -> Tensor");
+  m.def(
+      "linear_int8(Tensor x, Tensor weight, Tensor scale, int n, Tensor? bias=None, int activation_group=0, int "
+      "rotation=0) -> Tensor");
   m.def("linear_fp8(Tensor x, Tensor weight, Tensor scale, int n, Tensor? bias=None) -> Tensor");
   m.def(
       "linear_int4(Tensor x, Tensor weight, Tensor zeros, Tensor scale, int n, Tensor? bias=None, "
-      "bool int8_activations=True) -> Tensor");
+      "bool int8_activations=True, int activation_group=0, int rotation=0) -> Tensor");
   m.def("linear_bf16.out(Tensor x, Tensor weight, int n, Tensor? bias=None, *, Tensor(a!) out) -> ()");
-  m.def("linear_int8.out(Tensor x, Tensor weight, Tensor scale, int n, Tensor? bias=None, *, Tensor(a!) out) -> ()");
+  m.def(
+      "linear_int8.out(Tensor x, Tensor weight, Tensor scale, int n, Tensor? bias=None, int activation_group=0, int "
+      "rotation=0, *, Tensor(a!) out) -> ()");
   m.def("linear_fp8.out(Tensor x, Tensor weight, Tensor scale, int n, Tensor? bias=None, *, Tensor(a!) out) -> ()");
   m.def(
       "linear_int4.out(Tensor x, Tensor weight, Tensor zeros, Tensor scale, int n, Tensor? bias=None, "
-      "bool int8_activations=True, *, Tensor(a!) out) -> ()");
+      "bool int8_activations=True, int activation_group=0, int rotation=0, *, Tensor(a!) out) -> ()");
   m.def("isa() -> str");
   m.def("isa_report() -> str");
   m.def("select_isa(str name) -> str");

@@ -125,9 +125,14 @@ Gate gate_of(const std::string& name, double alpha, double limit) {
   refuse("there is no activation `", name, "`; known are silu, gelu, gelu_tanh, clamped_swiglu");
 }
 
+// How the inputs of both matrices are rounded to int8.
+struct Rounding {
+  int64_t activation_group, w13_rotation, w2_rotation;
+};
+
 // x [tokens, hidden] and the matrices around it, all but the scratch memory and the routing.
 Experts problem(const Tensor& x, const Weights& w13, const Weights& w2, int64_t experts, int64_t inner,
-                bool int8_activations, Tensor& rows) {
+                bool int8_activations, const Rounding& rounding, Tensor& rows) {
   TILEWRIGHT_CHECK(x.dim() == 2 && x.size(1) > 0, "x must be [tokens, hidden], it is ", shape(x));
   TILEWRIGHT_CHECK(inner > 0 && inner <= kMostSize, "inner is ", inner, ", it must be 1 to ", kMostSize);
   check_memory(x, "x");
@@ -136,6 +141,8 @@ Experts problem(const Tensor& x, const Weights& w13, const Weights& w2, int64_t 
   Experts e{};
   e.gate_up = stack_of(kind, w13, experts, 2, inner, x.size(1));
   e.down = stack_of(kind, w2, experts, 1, x.size(1), inner);
+  set_activations(e.gate_up.first.problem, rounding.activation_group, rounding.w13_rotation);
+  set_activations(e.down.first.problem, rounding.activation_group, rounding.w2_rotation);
   rows = x.stride(1) == 1 || x.size(1) == 1 ? x : torch::stable::contiguous(x);
   e.tokens.problem.m = x.size(0);
   e.tokens.problem.dtype = float_type(x);
@@ -197,12 +204,13 @@ Tensor fused_experts(const Tensor* out, const Tensor& x, const Tensor& topk_weig
                      const Tensor& w13, const Tensor& w2, int64_t inner, Optional w13_scale, Optional w2_scale,
                      Optional w13_zeros, Optional w2_zeros, Optional w13_bias, Optional w2_bias,
                      const std::string& activation, double alpha, double limit, double routed_scale,
-                     bool int8_activations, int64_t first_expert) {
+                     bool int8_activations, int64_t first_expert, int64_t activation_group, int64_t w13_rotation,
+                     int64_t w2_rotation) {
   TILEWRIGHT_CHECK(w13.dim() >= 3, "w13 must be a stack of experts, it is ", shape(w13));
   const int64_t experts = w13.size(0);
   Tensor rows;
   Experts e = problem(x, {w13, w13_scale, w13_zeros, w13_bias, "w13"}, {w2, w2_scale, w2_zeros, w2_bias, "w2"}, experts,
-                      inner, int8_activations, rows);
+                      inner, int8_activations, {activation_group, w13_rotation, w2_rotation}, rows);
   e.gate = gate_of(activation, alpha, limit);
   e.routed_scale = float(routed_scale);
   TILEWRIGHT_CHECK(topk_ids.dim() == 2 && topk_ids.size(0) == x.size(0), "topk_ids is ", shape(topk_ids), ", x has ",
@@ -245,14 +253,15 @@ std::vector<float> gate_weights(const Optional& gate, int64_t tokens) {
 Tensor shared_expert(const Tensor* out, const Tensor& x, const Tensor& w13, const Tensor& w2, int64_t inner,
                      Optional w13_scale, Optional w2_scale, Optional w13_zeros, Optional w2_zeros, Optional w13_bias,
                      Optional w2_bias, Optional fused_out, Optional gate, double fused_scale,
-                     const std::string& activation, double alpha, double limit, bool int8_activations) {
+                     const std::string& activation, double alpha, double limit, bool int8_activations,
+                     int64_t activation_group, int64_t w13_rotation, int64_t w2_rotation) {
   TILEWRIGHT_CHECK(x.dim() >= 2 && x.size(-1) > 0, "x must be [..., hidden], it is ", shape(x));
   check_memory(x, "x");
   const int64_t tokens = x.numel() / x.size(-1);
   const Tensor flat = x.dim() == 2 ? x : torch::stable::reshape(x, {tokens, x.size(-1)});
   Tensor rows;
   Experts e = problem(flat, {w13, w13_scale, w13_zeros, w13_bias, "w13"}, {w2, w2_scale, w2_zeros, w2_bias, "w2"}, 1,
-                      inner, int8_activations, rows);
+                      inner, int8_activations, {activation_group, w13_rotation, w2_rotation}, rows);
   e.gate = gate_of(activation, alpha, limit);
   e.add_scale = float(fused_scale);
   if (fused_out) {
@@ -322,13 +331,14 @@ Tensor bmm(const Tensor& a, const Tensor& weight, int64_t n, Optional scale) {
   "(Tensor x, Tensor topk_weights, Tensor topk_ids, Tensor w13, Tensor w2, int inner, "                      \
   "Tensor? w13_scale=None, Tensor? w2_scale=None, Tensor? w13_zeros=None, Tensor? w2_zeros=None, "           \
   "Tensor? w13_bias=None, Tensor? w2_bias=None, str activation='silu', float alpha=1.702, float limit=7.0, " \
-  "float routed_scale=1.0, bool int8_activations=True, int first_expert=0"
+  "float routed_scale=1.0, bool int8_activations=True, int first_expert=0, "                                 \
+  "int activation_group=0, int w13_rotation=0, int w2_rotation=0"
 #define TILEWRIGHT_SHARED_EXPERT                                                                   \
   "(Tensor x, Tensor w13, Tensor w2, int inner, "                                                  \
   "Tensor? w13_scale=None, Tensor? w2_scale=None, Tensor? w13_zeros=None, Tensor? w2_zeros=None, " \
   "Tensor? w13_bias=None, Tensor? w2_bias=None, Tensor? fused_out=None, Tensor? gate=None, "       \
   "float fused_scale=1.0, str activation='silu', float alpha=1.702, float limit=7.0, "             \
-  "bool int8_activations=True"
+  "bool int8_activations=True, int activation_group=0, int w13_rotation=0, int w2_rotation=0"
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
   m.def("fused_experts" TILEWRIGHT_FUSED_EXPERTS ") -> Tensor");

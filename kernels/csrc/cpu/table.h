@@ -12,8 +12,8 @@ enum class Kind : int32_t {
   bf16,       // weight bf16
   fp8,        // weight e4m3fn, one fp32 scale for 128 x 128, activations bf16
   int4_bf16,  // weight int4 with zero points, one fp32 scale for 1 x group, activations bf16 (W4A16)
-  int8,       // weight int8, one fp32 scale for each row, activations int8 by row
-  int4_int8,  // weight as int4_bf16, activations int8 by row (W4A8)
+  int8,       // weight int8, one fp32 scale for each row, activations int8
+  int4_int8,  // weight as int4_bf16, activations int8 (W4A8)
 };
 
 enum class Float : int32_t { f32, bf16, f16, e4m3 };  // e4m3 in block_amax alone
@@ -21,40 +21,43 @@ enum class Float : int32_t { f32, bf16, f16, e4m3 };  // e4m3 in block_amax alon
 // y[m, n] = x[m, k] . w[n, k]^T (+ bias[n]): what the caller of an operator asked for. Nothing changes it.
 struct GemmProblem {
   Kind kind;
-  Float dtype;            // of x and y
-  int64_t m, n, k;        // logical sizes
-  const void* x;          // [m, k], rows `x_stride` elements apart
-  int64_t x_stride;       //
-  const uint8_t* weight;  // packed, docs/format.md
-  int64_t stored_n;       // packed rows: n rounded up to 32, or to 16 where the last block has 16 rows
-  int64_t padded_k;       // packed columns: k rounded up to 32, int4 to `group`
-  int64_t group;          // int4: columns that share a scale; 0 otherwise
-  const float* scale;     // fp8 [ceil(n/128), ceil(k/128)]; int8 [stored_n]; int4 [blocks, k/group, 32]
-  const int8_t* zeros;    // int4 [blocks, k/group, 32]
-  const float* bias;      // [n] or null
-  void* y;                // [m, n], contiguous
+  Float dtype;               // of x and y
+  int64_t m, n, k;           // logical sizes
+  const void* x;             // [m, k], rows `x_stride` elements apart
+  int64_t x_stride;          //
+  const uint8_t* weight;     // packed, docs/format.md
+  int64_t stored_n;          // packed rows: n rounded up to 32, or to 16 where the last block has 16 rows
+  int64_t padded_k;          // packed columns: k rounded up to 32, int4 to `group`
+  int64_t group;             // int4: columns that share a scale; 0 otherwise
+  int64_t activation_group;  // columns of x that share a scale, with int8 activations: 64 or 128; 0: the whole row
+  int64_t rotation;          // columns of x that a Hadamard matrix multiplies before they are quantized; 0: none
+  const float* scale;        // fp8 [ceil(n/128), ceil(k/128)]; int8 [stored_n]; int4 [blocks, k/group, 32]
+  const int8_t* zeros;       // int4 [blocks, k/group, 32]
+  const float* bias;         // [n] or null
+  void* y;                   // [m, n], contiguous
 };
 
 // How an instruction set goes about a problem. Depends on the kind, sizes and number of threads; no result does.
 struct GemmPlan {
-  int64_t rows;               // rows of one group of activations: packed together, computed together
-  int64_t unit_span;          // consecutive 4-byte units of one row that lie side by side in the packed activations
-  int64_t units;              // 4-byte units of one packed row of activations
-  int64_t k_group;            // columns of K whose products are summed before scales apply and the sum takes them up
-  int64_t chunk;              // columns of K that are decoded together, a multiple of `k_group`
-  int64_t l1_k_block;         // columns of K after which the next rows and blocks take their turn, as `k_group`
-  int64_t task_rows;          // rows of one task, a multiple of `rows`
-  int64_t task_blocks;        // packed blocks of one task
-  int64_t row_tasks;          //
-  int64_t block_tasks;        // tasks = row_tasks * block_tasks, rows outermost
-  int64_t n_blocks_per_pass;  // packed blocks that are multiplied together, see Blocking
-  bool streams;               // weights are read once, in file order: threads should keep to their runs of tasks
-  int64_t weights_ahead;      // see Blocking
-  int64_t scales_per_row;     // of the activations; 0 where they are bf16
-  int64_t sums_per_row;       // of the activations; 0 where none are needed
-  size_t activation_bytes;    // size of `activations`
-  size_t task_bytes;          // scratch of one thread for compute
-  size_t prepare_bytes;       // scratch of one thread for prepare
+  int64_t rows;                // rows of one group of activations: packed together, computed together
+  int64_t unit_span;           // consecutive 4-byte units of one row that lie side by side in the packed activations
+  int64_t units;               // 4-byte units of one packed row of activations
+  int64_t k_group;             // columns of K whose products are summed before scales apply and the sum takes them up
+  int64_t chunk;               // columns of K that are decoded together, a multiple of `k_group`
+  int64_t l1_k_block;          // columns of K after which the next rows and blocks take their turn, as `k_group`
+  int64_t task_rows;           // rows of one task, a multiple of `rows`
+  int64_t task_blocks;         // packed blocks of one task
+  int64_t row_tasks;           //
+  int64_t block_tasks;         // tasks = row_tasks * block_tasks, rows outermost
+  int64_t n_blocks_per_pass;   // packed blocks that are multiplied together, see Blocking
+  bool streams;                // weights are read once, in file order: threads should keep to their runs of tasks
+  int64_t weights_ahead;       // see Blocking
+  int64_t scales_per_row;      // of the activations; 0 where they are bf16
+  int64_t k_groups_per_scale;  // k_groups that share one of them
+  int64_t sums_per_row;        // of the activations; 0 where none are needed
+  size_t activation_bytes;     // size of `activations`
+  size_t task_bytes;           // scratch of one thread for compute
+  size_t prepare_bytes;        // scratch of one thread for prepare
 };
 
 // Memory that the threads of a call share: what prepare writes and compute reads.

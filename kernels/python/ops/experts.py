@@ -1,7 +1,7 @@
 """The operators of expert layers: gate and up, activation, down and the weighted sum in one call.
 
 Weights are packed tensors as they lie in the file (docs/format.md): `w13` stacks gate and up of each expert, gate
-first, each padded to whole blocks for itself; the kind is that of the dtype: bf16, int8 (activations int8 by row),
+first, each padded to whole blocks for itself; the kind is that of the dtype: bf16, int8 (activations int8),
 float8_e4m3fn (blocks of 128 x 128, activations bf16) or uint8 (int4 with zero points). `tilewright.kernels.ops.
 reference_experts` states the arithmetic. A token gives the same bits whatever the batch and the number of threads.
 
@@ -40,6 +40,9 @@ def fused_experts(
     routed_scale: float = 1.0,
     int8_activations: bool = True,
     first_expert: int = 0,
+    activation_group: int = 0,
+    w13_rotation: int = 0,
+    w2_rotation: int = 0,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -64,6 +67,9 @@ def fused_experts(
         routed_scale: Factor of the result.
         int8_activations: Of int4: quantize activations to int8 by row (W4A8), or round them to bf16 (W4A16).
         first_expert: Number of the stack's first expert.
+        activation_group: Columns that share a scale of int8 activations, 64 or 128; 0: the whole row (`linear_int8`).
+        w13_rotation: Columns of a block of `x` that a Hadamard matrix multiplies before rounding; 0: none.
+        w2_rotation: The same for what lies between the products.
         out: Takes the result: contiguous, of its shape and dtype; must not share memory with an input.
 
     Returns:
@@ -91,6 +97,9 @@ def fused_experts(
         routed_scale,
         int8_activations,
         first_expert,
+        activation_group,
+        w13_rotation,
+        w2_rotation,
     )
     if out is not None:
         _FUSED_EXPERTS_OUT(*arguments, out=out)
@@ -117,6 +126,9 @@ def shared_expert(
     alpha: float = 1.702,
     limit: float = 7.0,
     int8_activations: bool = True,
+    activation_group: int = 0,
+    w13_rotation: int = 0,
+    w2_rotation: int = 0,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -142,6 +154,9 @@ def shared_expert(
         alpha: Slope of `clamped_swiglu`.
         limit: Bound of `clamped_swiglu`.
         int8_activations: Of int4: W4A8 or W4A16.
+        activation_group: As in `fused_experts`, like the two rotations.
+        w13_rotation: Of `x`.
+        w2_rotation: Of what lies between the products.
         out: Takes the result, as in `fused_experts`; may be `fused_out` itself.
 
     Returns:
@@ -168,6 +183,9 @@ def shared_expert(
         alpha,
         limit,
         int8_activations,
+        activation_group,
+        w13_rotation,
+        w2_rotation,
     )
     if out is not None:
         _SHARED_EXPERT_OUT(*arguments, out=out)

@@ -45,9 +45,17 @@ def linear_bf16(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *
 
 
 def linear_int8(
-    x: Tensor, weight: Tensor, scale: Tensor, n: int, bias: Tensor | None = None, *, out: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor,
+    n: int,
+    bias: Tensor | None = None,
+    activation_group: int = 0,
+    rotation: int = 0,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Linear layer with an int8 weight; activations are quantized to int8 row by row, sums are exact integers.
+    """Linear layer with an int8 weight; activations are quantized to int8, sums are exact integers within a scale.
 
     Args:
         x: fp32, bf16 or fp16 [..., K].
@@ -55,15 +63,17 @@ def linear_int8(
         scale: fp32, one per packed row (N' elements, or n).
         n: Output features.
         bias: fp32 [n].
+        activation_group: Columns of x that share a scale, 64 or 128; 0: the whole row.
+        rotation: Columns of a block of x that a Hadamard matrix multiplies first, as it did the weight's; 0: none.
         out: Takes the result.
 
     Returns:
         [..., n] in the dtype of `x`; `out` if that is given.
     """
     if out is not None:
-        _LINEAR_INT8_OUT(x, weight, scale, n, bias, out=out)
+        _LINEAR_INT8_OUT(x, weight, scale, n, bias, activation_group, rotation, out=out)
         return out
-    result: Tensor = _LINEAR_INT8(x, weight, scale, n, bias)
+    result: Tensor = _LINEAR_INT8(x, weight, scale, n, bias, activation_group, rotation)
     return result
 
 
@@ -98,6 +108,8 @@ def linear_int4(
     n: int,
     bias: Tensor | None = None,
     int8_activations: bool = True,
+    activation_group: int = 0,
+    rotation: int = 0,
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -110,16 +122,18 @@ def linear_int4(
         scale: fp32 [ceil(n / 32), K / group, 32].
         n: Output features.
         bias: fp32 [n].
-        int8_activations: Quantize activations to int8 row by row (W4A8); otherwise round them to bf16 (W4A16).
+        int8_activations: Quantize activations to int8 (W4A8); otherwise round them to bf16 (W4A16).
+        activation_group: As in `linear_int8`, of W4A8; no smaller than the weight's group, which stands in for it then.
+        rotation: As in `linear_int8`.
         out: Takes the result.
 
     Returns:
         [..., n] in the dtype of `x`; `out` if that is given.
     """
     if out is not None:
-        _LINEAR_INT4_OUT(x, weight, zeros, scale, n, bias, int8_activations, out=out)
+        _LINEAR_INT4_OUT(x, weight, zeros, scale, n, bias, int8_activations, activation_group, rotation, out=out)
         return out
-    result: Tensor = _LINEAR_INT4(x, weight, zeros, scale, n, bias, int8_activations)
+    result: Tensor = _LINEAR_INT4(x, weight, zeros, scale, n, bias, int8_activations, activation_group, rotation)
     return result
 
 

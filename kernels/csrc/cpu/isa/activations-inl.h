@@ -14,6 +14,36 @@ void load_row(const Gemm* p, int64_t row, float* out) {
   to_floats<I>(element(p->problem.x, p->problem.dtype, row * p->problem.x_stride), p->problem.dtype, p->problem.k, out);
 }
 
+// x H for each run of `block` columns: sums and differences of neighbours at distance 1, 2, 4 .., in this order, and
+// then a factor. Vectors are spelled out for distances within one of them; all orders are those of
+// kernels/python/rotation.py.
+inline void rotate(float* x, int64_t k, int64_t block) {
+  typedef float Eight __attribute__((vector_size(32)));
+  typedef int32_t Lanes __attribute__((vector_size(32)));
+  const auto step = [](Eight v, Lanes partner, Eight sign) { return __builtin_shuffle(v, partner) + v * sign; };
+  if (block >= 8) {
+    for (int64_t i = 0; i < k; i += 8) {
+      Eight v;
+      memcpy(&v, x + i, sizeof v);
+      v = step(v, Lanes{1, 0, 3, 2, 5, 4, 7, 6}, Eight{1, -1, 1, -1, 1, -1, 1, -1});
+      v = step(v, Lanes{2, 3, 0, 1, 6, 7, 4, 5}, Eight{1, 1, -1, -1, 1, 1, -1, -1});
+      v = step(v, Lanes{4, 5, 6, 7, 0, 1, 2, 3}, Eight{1, 1, 1, 1, -1, -1, -1, -1});
+      memcpy(x + i, &v, sizeof v);
+    }
+  }
+  for (int64_t h = block >= 8 ? 8 : 1; h < block; h *= 2)
+    for (int64_t i = 0; i < k; i += 2 * h)
+      for (int64_t j = i; j < i + h; ++j) {
+        const float low = x[j], high = x[j + h];
+        x[j] = low + high;
+        x[j + h] = low - high;
+      }
+  constexpr float kRoot[] = {1.0f, 0.707106781f};  // of 1 and 1 / 2
+  const int log2 = __builtin_ctzll(uint64_t(block));
+  const float factor = kRoot[log2 % 2] / float(int64_t(1) << (log2 / 2));
+  for (int64_t i = 0; i < k; ++i) x[i] *= factor;
+}
+
 // q = round_half_even(x * (127 / amax)), amax = max(|x|, 1e-7); returns amax / 127. A NaN in x makes the scale NaN.
 inline float quantize_row(const float* x, int64_t k, int8_t* q, uint32_t flip) {
   uint32_t top = bits(1e-7f);  // magnitudes compare as their bits do, and NaN is above infinity
@@ -41,11 +71,13 @@ inline void place_row(const uint32_t* units, const Gemm* p, uint32_t* group, int
 template <class I>
 void prepare_row(const Gemm* p, int64_t row, float* values, void* units) {
   const int64_t k = p->problem.k;
-  if (!I::kFloatUnits && !has_int8_activations(p->problem.kind) && p->problem.dtype == Float::bf16) {
+  if (!I::kFloatUnits && !has_int8_activations(p->problem.kind) && p->problem.dtype == Float::bf16 &&
+      !p->problem.rotation) {
     memcpy(units, static_cast<const uint16_t*>(p->problem.x) + row * p->problem.x_stride, size_t(k) * 2);
     return;
   }
   load_row<I>(p, row, values);
+  if (p->problem.rotation) rotate(values, k, p->problem.rotation);
   if (!has_int8_activations(p->problem.kind)) {
     if constexpr (I::kFloatUnits) {
       float* out = static_cast<float*>(units);
@@ -57,8 +89,13 @@ void prepare_row(const Gemm* p, int64_t row, float* values, void* units) {
     return;
   }
   int8_t* q = static_cast<int8_t*>(units);
-  const bool biased = I::kBiasedInt8 && p->problem.kind == Kind::int8;
-  p->memory.row_scale[row] = quantize_row(values, k, q, biased ? 0x80 : 0);
+  const uint32_t flip = I::kBiasedInt8 && p->problem.kind == Kind::int8 && !p->problem.activation_group ? 0x80 : 0;
+  const int64_t scales = p->plan.scales_per_row,
+                columns = scales > 1 ? p->plan.k_group * p->plan.k_groups_per_scale : k;
+  for (int64_t s = 0; s < scales; ++s) {
+    const int64_t first = s * columns;
+    p->memory.row_scale[row * scales + s] = quantize_row(values + first, smaller(columns, k - first), q + first, flip);
+  }
   for (int64_t g = 0, groups = p->plan.sums_per_row; g < groups; ++g) {
     int32_t sum = 0;
     for (int64_t i = g * p->plan.k_group; i < smaller(k, (g + 1) * p->plan.k_group); ++i) sum += q[i];

@@ -73,7 +73,7 @@ class AmxIsa : public Panels {
             run({chunks[b], k, smaller(step, columns - k), r, rows_of(r), sum}, ahead[b]);
           }
     }
-    if (p_->problem.kind == Kind::int4_int8)
+    if (has_int8_activations(p_->problem.kind))
       add_scaled_rows<true>(kGroupRows);
     else
       add_scaled_rows<false>(kGroupRows);
@@ -126,9 +126,7 @@ class AmxIsa : public Panels {
       if constexpr (R > 1) int4_rows<R - 1>(rows, c, row);
       return;
     }
-    const int64_t groups = p_->plan.sums_per_row;
-    Panels::template multiply_int4<R>(c, activations_at(row, c.unit), p_->plan.unit_span, c.sums + row * groups,
-                                      groups);
+    Panels::template multiply_int4<R>(c, activations_at(row, c.unit), p_->plan.unit_span, row_terms(p_->plan, c, row));
   }
 
   void configure(int rows) {
@@ -160,7 +158,9 @@ class AmxIsa : public Panels {
 
   template <int G>
   void run_kind(const KBlock& t, Ahead& ahead) {
-    if (p_->problem.kind == Kind::int8)
+    if (p_->problem.kind == Kind::int8 && t.c.row_scale)
+      scaled<G, true>(t, ahead);
+    else if (p_->problem.kind == Kind::int8)
       in_place<G, true>(t, ahead);
     else if (p_->problem.kind == Kind::bf16)
       in_place<G, false>(t, ahead);
@@ -194,7 +194,17 @@ class AmxIsa : public Panels {
       add_scaled_rows<kInt8>(kGroupRows);
       other_part_ = !other_part_;
       store_sums<G>(parts_[other_part_]);
-      part_ = {parts_[other_part_], t.sum, c.scale + k / c.k_group * kBlockN, c.first && k == 0, 0, t.rows};
+      const int64_t group = k / c.k_group;
+      part_ = {parts_[other_part_],
+               t.sum,
+               c.scale ? c.scale + group * kBlockN : nullptr,
+               nullptr,
+               c.first && k == 0,
+               0,
+               t.rows};
+      if (c.row_scale)
+        part_.row_scale =
+            c.row_scale + t.row * p_->plan.scales_per_row + (c.index + group) / p_->plan.k_groups_per_scale;
     }
   }
 
@@ -202,19 +212,20 @@ class AmxIsa : public Panels {
   struct Part {
     const uint8_t* from;
     uint8_t* sum;
-    const float* scale;
-    bool first;  // the sums are undefined
+    const float* scale;      // of the columns, or null
+    const float* row_scale;  // of the first row, or null; rows are scales_per_row apart
+    bool first;              // the sums are undefined
     int row, rows;
   };
 
-  // sum += part * scale for up to `count` more rows; product and sum are rounded apart.
+  // sum += part * scale for up to `count` more rows; product and sum are rounded apart, but for scales of the rows.
   template <bool kInt8>
   void add_scaled_rows(int count) {
     const Part part = part_;
     if (part.row == part.rows) return;
     const int end = int(smaller(part.row + count, part.rows));
     for (int half = 0; half < 2; ++half) {
-      const FloatLanes scale = reinterpret_cast<const FloatLanes*>(part.scale)[half];
+      const FloatLanes scale = part.scale ? reinterpret_cast<const FloatLanes*>(part.scale)[half] : FloatLanes{} + 1.0f;
       for (int r = part.row; r < end; ++r) {
         const uint8_t* const from = part.from + r * kSumRow + half * 64;
         FloatLanes* const s = reinterpret_cast<FloatLanes*>(part.sum + r * kSumRow) + half;
@@ -223,7 +234,11 @@ class AmxIsa : public Panels {
           value = __builtin_convertvector(*reinterpret_cast<const IntLanes*>(from), FloatLanes);
         else
           value = *reinterpret_cast<const FloatLanes*>(from);
-        *s = (part.first ? FloatLanes{} : *s) + value * scale;
+        const FloatLanes old = part.first ? FloatLanes{} : *s;
+        if (part.row_scale)
+          *s = Panels::multiply_add(value, scale * part.row_scale[r * p_->plan.scales_per_row], old);
+        else
+          *s = old + value * scale;
       }
     }
     part_.row = end;

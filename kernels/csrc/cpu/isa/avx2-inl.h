@@ -40,6 +40,8 @@ struct Avx2 {
   static N subtract(N a, N b) { return _mm256_sub_epi32(a, b); }
   static N multiply_int(N a, N b) { return _mm256_mullo_epi32(a, b); }
   static F to_float(N n) { return _mm256_cvtepi32_ps(n); }
+  static F multiply_add(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+  static F broadcast_float(float f) { return _mm256_set1_ps(f); }
   static N broadcast(uint32_t u) { return _mm256_set1_epi32(int(u)); }
   static N load_zeros(const int8_t* z) {
     return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(z)));
@@ -135,6 +137,16 @@ struct Avx2 {
   };
 
   template <int S>
+  struct UnsignedQuads {
+    const uint8_t* weights;
+    UnsignedQuads(const Chunk& c, int first) : weights(c.weights + first * 32) {}
+    void load(int64_t quad, Quad (&w)[S]) const {
+      for (int v = 0; v < S; ++v)
+        w[v] = _mm256_xor_si256(load_quad(weights + quad * 128 + v * 32), _mm256_set1_epi8(char(0x80)));
+    }
+  };
+
+  template <int S>
   struct Int4Pairs {
     const uint8_t* weights;
     __m256i zero[S];
@@ -173,8 +185,9 @@ struct Avx2 {
     source.finish();
   }
 
+  template <template <int> class Source>
   static void decode_quads(const Chunk& c, uint8_t* out) {
-    const Int4Quads<4> source(c, 0);
+    const Source<4> source(c, 0);
     for (int64_t q = 0; q < c.columns / 4; ++q) {
       Quad w[4];
       source.load(q, w);
@@ -192,8 +205,10 @@ struct Avx2 {
         decode_pairs<Fp8Pairs>(c, to);
       else if (kind == Kind::int4_bf16)
         decode_pairs<Int4Pairs>(c, to);
+      else if (kind == Kind::int4_int8)
+        decode_quads<Int4Quads>(c, to);
       else
-        decode_quads(c, to);
+        decode_quads<UnsignedQuads>(c, to);
     }
     return out;
   }

@@ -60,7 +60,19 @@ struct Avx512Panels {
     return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(z)));
   }
 
+  template <class F>
+  static F multiply_add(F a, F b, F c) {
+    return (F)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+  }
+
+  static __m512i plus_128(__m512i codes) { return _mm512_xor_si512(codes, _mm512_set1_epi8(char(0x80))); }
+
   static const uint8_t* panel(Kind kind, const Chunk& c, uint8_t* out) {
+    if (kind == Kind::int8) {
+      for (int64_t i = 0; i < c.columns * kBlockN; i += 64)
+        _mm512_storeu_si512(out + i, plus_128(_mm512_loadu_si512(c.weights + i)));
+      return out;
+    }
     const int64_t bytes = kBlockN * (kind == Kind::int4_int8 ? 1 : 2);
     for (int64_t k = 0; k < c.columns; k += c.k_group)
       decode(kind, c, k, smaller(c.k_group, c.columns - k), out + k * bytes);
@@ -107,9 +119,9 @@ struct Avx512Panels {
   }
 
   // sum += float(sum of a * (code - zero)) * scale for R rows, one k_group after the other. Units of a row come in runs
-  // of `span`, the rows' runs side by side; row_sums of the rows are `stride` apart.
+  // of `span`, the rows' runs side by side.
   template <int R>
-  static void multiply_int4(const Chunk& c, const uint32_t* a, int64_t span, const int32_t* row_sums, int64_t stride) {
+  static void multiply_int4(const Chunk& c, const uint32_t* a, int64_t span, const RowTerms& rows) {
     for (int64_t f = 0; f < c.k_groups; ++f) {
       const int64_t at = f * c.k_group_bytes;
       const uint8_t *from = c.weights + at, *ahead = c.ahead + at;
@@ -128,10 +140,13 @@ struct Avx512Panels {
           float* const s = static_cast<float*>(c.sum) + r * kBlockN + half * 16;
           const __m512i dot =
               half ? _mm512_shuffle_i64x2(low[r], high[r], 0xee) : _mm512_shuffle_i64x2(low[r], high[r], 0x44);
-          const __m512i less = _mm512_mullo_epi32(zero, _mm512_set1_epi32(row_sums[r * stride + f]));
-          const __m512 part = _mm512_mul_ps(_mm512_cvtepi32_ps(_mm512_sub_epi32(dot, less)), scale);
+          const __m512i less = _mm512_mullo_epi32(zero, _mm512_set1_epi32(rows.sum(r, f)));
+          const __m512 value = _mm512_cvtepi32_ps(_mm512_sub_epi32(dot, less));
           const __m512 old = c.first && f == 0 ? _mm512_setzero_ps() : _mm512_loadu_ps(s);
-          _mm512_storeu_ps(s, _mm512_add_ps(old, part));
+          if (rows.scales)
+            _mm512_storeu_ps(s, _mm512_fmadd_ps(value, _mm512_mul_ps(scale, _mm512_set1_ps(rows.scale(r, f))), old));
+          else
+            _mm512_storeu_ps(s, _mm512_add_ps(old, _mm512_mul_ps(value, scale)));
         }
       }
     }

@@ -36,6 +36,7 @@ struct Avx512 : Avx512Panels<false> {
   static N subtract(N a, N b) { return _mm512_sub_epi32(a, b); }
   static N multiply_int(N a, N b) { return _mm512_mullo_epi32(a, b); }
   static F to_float(N n) { return _mm512_cvtepi32_ps(n); }
+  static F broadcast_float(float f) { return _mm512_set1_ps(f); }
   static N broadcast(uint32_t u) { return _mm512_set1_epi32(int(u)); }
   static Pair load_pair(const uint8_t* panel, int64_t pair, int vector) {
     return _mm512_loadu_si512(panel + pair * 128 + vector * 64);
@@ -73,6 +74,14 @@ struct Avx512 : Avx512Panels<false> {
       for (int v = 0; v < 2; ++v) w[v] = bf16_pairs(w[v], int(pair % 2), v ? zero1 : zero0);
     }
     void finish() const {}
+  };
+  template <int S>
+  struct UnsignedQuads {
+    const uint8_t* weights;
+    UnsignedQuads(const Chunk& c, int) : weights(c.weights) {}
+    void load(int64_t quad, Quad (&w)[2]) const {
+      for (int v = 0; v < 2; ++v) w[v] = plus_128(_mm512_loadu_si512(weights + quad * 128 + v * 64));
+    }
   };
   template <int S>
   struct Int4Quads {

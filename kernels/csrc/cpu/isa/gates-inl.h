@@ -6,10 +6,10 @@
 
 namespace {
 
-// e^x for x in [-104, 104], which ends in 0 and infinity: 2^n e^r, |r| <= ln(2) / 2, ln(2) in two parts as W. J. Cody and
-// W. Waite have it (Software Manual for the Elementary Functions, 1980, chapter 6). e^r = 1 + r + r^2 Q(r), Q of degree 4
-// fitted by least squares for these kernels, is off by less than 2^-26 of e^r
-// (test_reference_experts.py measures this bound and that of erfc).
+// e^x for x in [-104, 104], which ends in 0 and infinity: 2^n e^r, |r| <= ln(2) / 2, ln(2) in two parts as W. J. Cody
+// and W. Waite have it (Software Manual for the Elementary Functions, 1980, chapter 6). e^r = 1 + r + r^2 Q(r), Q of
+// degree 4 fitted by least squares for these kernels, is off by less than 2^-26 of e^r (test_reference_experts.py
+// measures this bound and that of erfc).
 inline float exponential(float x) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer that the low bits hold
   x = x > 104.0f ? 104.0f : x < -104.0f ? -104.0f : x;
@@ -27,8 +27,8 @@ inline float exponential(float x) {
 
 inline float sigmoid(float x) { return 1.0f / (1.0f + exponential(-x)); }
 
-// erfc(z) for z >= 0: t e^(P(t) - z^2), t = 1 / (1 + z / 2). The form is that of W. H. Press et al., Numerical Recipes in
-// C, 1992, section 6.2; P of degree 9 is fitted anew for these kernels, off by less than 1.1e-7 of erfc(z).
+// erfc(z) for z >= 0: t e^(P(t) - z^2), t = 1 / (1 + z / 2). The form is that of W. H. Press et al., Numerical Recipes
+// in C, 1992, section 6.2; P of degree 9 is fitted anew for these kernels, off by less than 1.1e-7 of erfc(z).
 inline float complementary_error(float z) {
   const float t = 1.0f / (1.0f + 0.5f * z);
   float p = 0.15775100886821747f;

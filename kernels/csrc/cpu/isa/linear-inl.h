@@ -24,9 +24,33 @@ struct Chunk {
   bool first;                 // no chunk came before: the sums are undefined
   float* scale;               // [k_groups][32] or null (1); a copy
   const int8_t* zeros;        // [k_groups][32], int4
-  const int32_t* sums;        // int4_int8: row_sums at the first group; rows are sums_per_row apart
-  void* sum;                  // [rows of the task][32] fp32, or int32 for int8
+  const int32_t* sums;        // row_sums at the first k_group, or null; rows are sums_per_row apart
+  const float* row_scale;     // of the first row, where activations have scales by group, or null
+  int64_t index;              // of the first k_group in a row
+  void* sum;                  // [rows of the task][32] fp32, or int32 for int8 with one scale for each row
 };
+
+// What some rows of int8 activations add to the products of a chunk.
+struct RowTerms {
+  const int32_t* sums;  // at the first k_group; rows are `sums_stride` apart
+  int64_t sums_stride;
+  const float* scales;  // of the first row, or null; rows are `scales_stride` apart
+  int64_t scales_stride, index, k_groups_per_scale;
+
+  int32_t sum(int64_t row, int64_t group) const { return sums[row * sums_stride + group]; }
+  float scale(int64_t row, int64_t group) const {
+    return scales[row * scales_stride + (index + group) / k_groups_per_scale];
+  }
+};
+
+inline RowTerms row_terms(const GemmPlan& plan, const Chunk& c, int64_t row) {
+  return {c.sums + row * plan.sums_per_row,
+          plan.sums_per_row,
+          c.row_scale ? c.row_scale + row * plan.scales_per_row : nullptr,
+          plan.scales_per_row,
+          c.index,
+          plan.k_groups_per_scale};
+}
 
 inline int64_t weight_bytes(const Gemm* p, int64_t columns) {  // of a block, with what follows each int4 group
   switch (p->problem.kind) {
@@ -112,6 +136,9 @@ Chunk chunk_of(const Gemm* p, int64_t block, int64_t k0, bool panel, int64_t ahe
   c.weights = weights_at(p, block, k0);
   c.ahead = c.weights + smaller(ahead, weights_end(p) - c.weights - weight_bytes(p, c.columns) / (narrow ? 2 : 1));
   if (narrow) c.ahead = c.weights = widen(c.weights, c.columns / 2, p->problem.kind == Kind::bf16 ? 2 : 1, w.wide);
+  c.index = k0 / c.k_group;
+  if (p->memory.row_sums) c.sums = p->memory.row_sums + c.index;
+  if (p->problem.activation_group) c.row_scale = p->memory.row_scale;
   if (p->problem.kind == Kind::fp8) {
     c.scale = w.scale;
     const float* scale = p->problem.scale + block * kBlockN / 128 * ceil_div(p->problem.k, 128) + k0 / 128;
@@ -121,11 +148,10 @@ Chunk chunk_of(const Gemm* p, int64_t block, int64_t k0, bool panel, int64_t ahe
     c.scale = w.scale;
     memcpy(c.scale, p->problem.scale + (block * groups + g) * kBlockN, size_t(c.k_groups * kBlockN) * sizeof(float));
     c.zeros = p->problem.zeros + (block * groups + g) * kBlockN;
-    if (p->memory.row_sums) c.sums = p->memory.row_sums + g;
   }
   I::scale_weights(p->problem.kind, c);
-  const bool as_packed =
-      p->problem.kind == Kind::int8 || (p->problem.kind == Kind::bf16 && !I::kFloatUnits);  // is its own panel
+  const bool as_packed = (p->problem.kind == Kind::int8 && !(I::kBiasedInt8 && p->problem.activation_group)) ||
+                         (p->problem.kind == Kind::bf16 && !I::kFloatUnits);  // is its own panel
   if (as_packed)
     c.panel = c.weights;
   else if (panel)
@@ -145,6 +171,7 @@ inline Chunk k_group_of(const Chunk& chunk, int64_t f) {
   if (chunk.scale) group.scale += f * kBlockN;
   if (chunk.zeros) group.zeros += f * kBlockN;
   if (chunk.sums) group.sums += f;
+  group.index += f;
   return group;
 }
 
@@ -183,7 +210,7 @@ Columns columns_of(const Gemm* p, int64_t block) {
   if (p->problem.kind == Kind::int8) {
     memcpy(c.scale, p->problem.scale + c.first, size_t(c.count) * 4);
     // The file holds 128 * sum_k w for activations stored as q + 128.
-    if (I::kBiasedInt8)
+    if (I::kBiasedInt8 && !p->problem.activation_group)
       memcpy(c.correction, block_weights(p, block) + p->problem.padded_k * kBlockN, sizeof c.correction);
   }
   return c;
@@ -191,14 +218,18 @@ Columns columns_of(const Gemm* p, int64_t block) {
 
 // The sums of one row and block -> values in fp32; products are rounded apart.
 inline void finish_row(const Gemm* p, const Columns& c, int64_t row, const void* sums, float* v) {
-  if (p->problem.kind == Kind::int8) {
+  const bool by_group = p->problem.activation_group;  // the sums have taken up the scales of the row
+  if (p->problem.kind == Kind::int8 && by_group) {
+    const float* sum = static_cast<const float*>(sums);
+    for (int i = 0; i < kBlockN; ++i) v[i] = sum[i] * c.scale[i];
+  } else if (p->problem.kind == Kind::int8) {
     const int32_t* sum = static_cast<const int32_t*>(sums);
     const float row_scale = p->memory.row_scale[row];
     for (int i = 0; i < kBlockN; ++i)
       v[i] = float(int32_t(uint32_t(sum[i]) - uint32_t(c.correction[i]))) * row_scale * c.scale[i];
   } else {
     const float* sum = static_cast<const float*>(sums);
-    const float row_scale = p->problem.kind == Kind::int4_int8 ? p->memory.row_scale[row] : 1.0f;
+    const float row_scale = p->problem.kind == Kind::int4_int8 && !by_group ? p->memory.row_scale[row] : 1.0f;
     for (int i = 0; i < kBlockN; ++i) v[i] = sum[i] * row_scale;
   }
   if (p->problem.bias)
@@ -277,14 +308,19 @@ GemmPlan plan(const GemmProblem* problem, int32_t threads, const Blocking* block
   g.unit_span = I::span(p.kind, p.group);
   g.units = round_up(integers ? p.padded_k / 4 : I::kFloatUnits ? p.padded_k : p.padded_k / 2, g.unit_span);
   g.activation_bytes = size_t(p.m * g.units) * 4;
-  g.scales_per_row = integers;
-  g.sums_per_row = p.kind == Kind::int4_int8 ? p.padded_k / p.group : 0;
   const int64_t most = integers ? blocking->int8_chunk : blocking->bf16_chunk;
   const int64_t l1_k_block = blocking->l1_k_bytes / (integers ? 1 : 2);
-  const bool panel = I::needs_panel(p.m), scaled = p.group || p.kind == Kind::fp8;
+  const bool panel = I::needs_panel(p.m), scaled = p.group || p.activation_group || p.kind == Kind::fp8;
   // Where sums go on from those of the last k_group, cuts change no bits; without a panel they also save no space.
   const int64_t unscaled = I::kChained && !panel ? p.padded_k : most;
-  g.k_group = p.kind == Kind::fp8 ? 128 : scaled ? p.group : unscaled;
+  g.k_group = p.kind == Kind::fp8 ? 128 : p.group ? p.group : scaled ? p.activation_group : unscaled;
+  // Where weights have groups, those of the activations are no smaller.
+  g.k_groups_per_scale =
+      p.activation_group ? larger(1, p.activation_group / g.k_group) : ceil_div(p.padded_k, g.k_group);
+  g.scales_per_row = !integers ? 0 : ceil_div(p.padded_k, g.k_group * g.k_groups_per_scale);
+  const bool takes_off_zeros =
+      p.kind == Kind::int4_int8 || (p.kind == Kind::int8 && p.activation_group && I::kBiasedInt8);
+  g.sums_per_row = takes_off_zeros ? ceil_div(p.padded_k, g.k_group) : 0;
   // Without a panel a chunk takes no space: as many k_groups as there may be share the cost of setting it up.
   const int64_t k_groups = panel ? most / g.k_group : ceil_div(p.padded_k, g.k_group);
   g.chunk = g.k_group * larger(1, smaller(k_groups, I::kMaxKGroups));

@@ -48,6 +48,7 @@ struct Portable : ScalarPanels<Floats, false> {
   static N subtract(N a, N b) { return a - b; }
   static N multiply_int(N a, N b) { return a * b; }
   static F to_float(N n) { return __builtin_convertvector(n, F); }
+  static F broadcast_float(float f) { return F{} + f; }
   static N broadcast(uint32_t u) { return N{} + int32_t(u); }
   static N load_zeros(const int8_t* z) { return N{z[0], z[1], z[2], z[3]}; }
 

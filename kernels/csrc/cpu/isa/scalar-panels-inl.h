@@ -58,21 +58,28 @@ struct ScalarPanels {
   }
 
   // sum += float(sum of a * (code - zero)) * scale for R rows, one k_group after the other. Units of a row come in runs
-  // of `span`, the rows' runs side by side; row_sums of the rows are `stride` apart.
+  // of `span`, the rows' runs side by side.
   template <int R>
-  static void multiply_int4(const Chunk& c, const uint32_t* a, int64_t span, const int32_t* row_sums, int64_t stride) {
+  static void multiply_int4(const Chunk& c, const uint32_t* a, int64_t span, const RowTerms& rows) {
     for (int64_t f = 0; f < c.k_groups; ++f, a += R * c.k_group / 4)
       for (int r = 0; r < R; ++r)
         for (int64_t n = 0; n < kBlockN; ++n) {
-          int32_t dot = -c.zeros[f * kBlockN + n] * row_sums[r * stride + f];
+          int32_t dot = -c.zeros[f * kBlockN + n] * rows.sum(r, f);
           for (int64_t k = 0; k < c.k_group; ++k) {
             const int64_t u = k / 4;
             const uint32_t unit = a[(u / span * R + r) * span + u % span];
             dot += int4_code(c.weights + f * c.k_group_bytes, k, n) * int8_t(unit >> (k % 4 * 8));
           }
           float* const s = static_cast<float*>(c.sum) + r * kBlockN + n;
-          *s = (c.first && f == 0 ? 0.0f : *s) + float(dot) * c.scale[f * kBlockN + n];
+          const float old = c.first && f == 0 ? 0.0f : *s, scale = c.scale[f * kBlockN + n];
+          *s = rows.scales ? __builtin_fmaf(float(dot), scale * rows.scale(r, f), old) : old + float(dot) * scale;
         }
+  }
+
+  template <class F>
+  static F multiply_add(F a, F b, F c) {
+    for (size_t i = 0; i < sizeof(F) / 4; ++i) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
   }
 
   static void halves_to_floats(const uint16_t* from, float* to, int64_t count) {

@@ -3,8 +3,11 @@
 //   F, N           kLanes fp32 or int32 lanes, one column each
 //   Pair           weights of two k for kLanes columns;  Quad: weights of four k
 //   dot_pair       acc + w . a for one row, both k;      dot_s8, dot_u4: the same for four k, signed or 4-bit codes
+//   kBiasedInt8    dot_s8 takes activations as a + 128, and dot_u4 any unsigned code
+//   multiply_add   a * b + c, rounded once
 //   vectors(rows)  registers of columns for each row, when `rows` rows share the register file
-//   Bf16Pairs, Fp8Pairs, Int4Pairs, Int4Quads  sources of weights that decode in registers, see Panel*
+//   Bf16Pairs, Fp8Pairs, Int4Pairs, Int4Quads, UnsignedQuads (int8 codes + 128)  sources of weights that decode in
+//   registers, see Panel*
 #include "linear-inl.h"
 
 namespace {
@@ -88,10 +91,21 @@ template <class V, int R, template <int> class Source>
   });
 }
 
-// The same for integers; int4: float(sum a * (code - zero)) * scale.
-template <class V, int R, template <int> class Source, bool kInt4>
+// How the integers of a k_group become part of the sums.
+enum class Products {
+  int8,           // sum += dot, an integer
+  int8_by_group,  // sum = fma(float(dot), row_scale, sum)
+  int4,           // sum += float(dot) * scale, rounded apart; dot = sum of a * (code - zero)
+  int4_by_group,  // sum = fma(float(dot), scale * row_scale, sum)
+};
+
+// The same for integers. Where int8 codes must be unsigned, they are code + 128, and the zero point is 128.
+template <class V, int R, template <int> class Source, Products kProducts>
 [[gnu::always_inline]] inline void int_k_group(const Gemm* p, const Chunk& c, const Rows& at, int v0) {
   constexpr int kVectors = V::vectors(R), kLanes = V::kLanes;
+  constexpr bool kInt4 = kProducts == Products::int4 || kProducts == Products::int4_by_group;
+  constexpr bool kByGroup = kProducts == Products::int8_by_group || kProducts == Products::int4_by_group;
+  constexpr bool kZeros = kInt4 || (kByGroup && V::kBiasedInt8);
   const uint32_t* const a = at.a + c.unit * R;
   typename V::N acc[R][kVectors];
   TILEWRIGHT_EACH(r, R) {
@@ -104,22 +118,38 @@ template <class V, int R, template <int> class Source, bool kInt4>
     TILEWRIGHT_EACH(r, R) {
       const typename V::N quad = V::broadcast(a[q * R + r]);
       TILEWRIGHT_EACH(v, kVectors) {
-        acc[r][v] = kInt4 ? V::dot_u4(acc[r][v], w[v], quad) : V::dot_s8(acc[r][v], w[v], quad);
+        acc[r][v] = kZeros ? V::dot_u4(acc[r][v], w[v], quad) : V::dot_s8(acc[r][v], w[v], quad);
       });
     });
   }
+  if constexpr (kProducts == Products::int8) {
+    TILEWRIGHT_EACH(v, kVectors) {
+      TILEWRIGHT_EACH(r, R) {
+        int32_t* const s = static_cast<int32_t*>(at.sum) + r * kBlockN + (v0 + v) * kLanes;
+        V::store_int(s, V::add_int(c.first ? V::zero_int() : V::load_int(s), acc[r][v]));
+      });
+    });
+    return;
+  }
   TILEWRIGHT_EACH(v, kVectors) {
     const int column = (v0 + v) * kLanes;
+    const typename V::N zeros = kInt4 ? V::load_zeros(c.zeros + column) : V::broadcast(128);
+    const typename V::F scale = kInt4 ? V::load(c.scale + column) : V::zero();
     TILEWRIGHT_EACH(r, R) {
-      if constexpr (kInt4) {
-        float* const s = static_cast<float*>(at.sum) + r * kBlockN + column;
-        const typename V::N zeros = V::load_zeros(c.zeros + column);
+      float* const s = static_cast<float*>(at.sum) + r * kBlockN + column;
+      typename V::N dot = acc[r][v];
+      if constexpr (kZeros) {
         const typename V::N row_sum = V::broadcast(uint32_t(c.sums[(at.first + r) * p->plan.sums_per_row]));
-        const typename V::F dot = V::to_float(V::subtract(acc[r][v], V::multiply_int(zeros, row_sum)));
-        V::store(s, V::add(c.first ? V::zero() : V::load(s), V::multiply(dot, V::load(c.scale + column))));
+        dot = V::subtract(dot, V::multiply_int(zeros, row_sum));
+      }
+      const typename V::F value = V::to_float(dot), sum = c.first ? V::zero() : V::load(s);
+      if constexpr (kByGroup) {
+        const int64_t group = c.index / p->plan.k_groups_per_scale;
+        const float row_scale = c.row_scale[(at.first + r) * p->plan.scales_per_row + group];
+        const typename V::F factor = V::broadcast_float(row_scale);
+        V::store(s, V::multiply_add(value, kInt4 ? V::multiply(scale, factor) : factor, sum));
       } else {
-        int32_t* const s = static_cast<int32_t*>(at.sum) + r * kBlockN + column;
-        V::store_int(s, V::add_int(c.first ? V::zero_int() : V::load_int(s), acc[r][v]));
+        V::store(s, V::add(sum, V::multiply(value, scale)));
       }
     });
   });
@@ -131,18 +161,28 @@ inline void float_rows(const Chunk& c, const Rows& at) {
     for (int64_t f = 0; f < c.k_groups; ++f) float_k_group<V, R, Source>(k_group_of(c, f), at, v0);
 }
 
-template <class V, int R, template <int> class Source, bool kInt4>
+template <class V, int R, template <int> class Source, Products kProducts>
 inline void int_rows(const Gemm* p, const Chunk& c, const Rows& at) {
   for (int v0 = 0; v0 < kBlockN / V::kLanes; v0 += V::vectors(R))
-    for (int64_t f = 0; f < c.k_groups; ++f) int_k_group<V, R, Source, kInt4>(p, k_group_of(c, f), at, v0);
+    for (int64_t f = 0; f < c.k_groups; ++f) int_k_group<V, R, Source, kProducts>(p, k_group_of(c, f), at, v0);
+}
+
+template <class V, int R, template <int> class Source>
+inline void int4_rows(const Gemm* p, const Chunk& c, const Rows& at) {
+  if (c.row_scale)
+    int_rows<V, R, Source, Products::int4_by_group>(p, c, at);
+  else
+    int_rows<V, R, Source, Products::int4>(p, c, at);
 }
 
 template <class V, int R>
 inline void with_panel(const Gemm* p, const Chunk& c, const Rows& at) {
-  if (p->problem.kind == Kind::int8)
-    int_rows<V, R, Panel<V>::template Quads, false>(p, c, at);
+  if (p->problem.kind == Kind::int8 && c.row_scale)
+    int_rows<V, R, Panel<V>::template Quads, Products::int8_by_group>(p, c, at);
+  else if (p->problem.kind == Kind::int8)
+    int_rows<V, R, Panel<V>::template Quads, Products::int8>(p, c, at);
   else if (p->problem.kind == Kind::int4_int8)
-    int_rows<V, R, Panel<V>::template Quads, true>(p, c, at);
+    int4_rows<V, R, Panel<V>::template Quads>(p, c, at);
   else
     float_rows<V, R, Panel<V>::template Pairs>(c, at);
 }
@@ -155,8 +195,10 @@ inline void without_panel(const Gemm* p, const Chunk& c, const Rows& at) {
     float_rows<V, R, V::template Fp8Pairs>(c, at);
   else if (p->problem.kind == Kind::int4_bf16)
     float_rows<V, R, V::template Int4Pairs>(c, at);
-  else
-    int_rows<V, R, V::template Int4Quads, true>(p, c, at);
+  else if (p->problem.kind == Kind::int4_int8)
+    int4_rows<V, R, V::template Int4Quads>(p, c, at);
+  else if constexpr (V::kBiasedInt8)
+    int_rows<V, R, V::template UnsignedQuads, Products::int8_by_group>(p, c, at);
 }
 
 template <class V, int R>
