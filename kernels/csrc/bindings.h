@@ -64,16 +64,18 @@ inline int64_t extent_bytes(const Tensor& t) {
 }
 
 // Before an operator reads a tensor: it must be on the CPU, and its storage, which can be freed or made smaller below
-// the tensor, must hold all of its elements.
-inline void check_memory(const Tensor& t, const char* name) {
+// the tensor, must hold all of its elements, of which the last ends after so many bytes.
+inline void check_memory(const Tensor& t, const char* name, int64_t bytes) {
   TILEWRIGHT_CHECK(t.is_cpu(), name, " must be on the CPU");
-  const int64_t bytes = extent_bytes(t);
   if (bytes == 0) return;
   int64_t storage = 0;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(t.get(), &storage));
-  TILEWRIGHT_CHECK(t.storage_offset() * int64_t(t.element_size()) + bytes <= storage, name, " is ", shape(t),
-                   ", its storage of ", storage, " bytes ends before its last element");
+  if (t.storage_offset()) bytes += t.storage_offset() * int64_t(t.element_size());
+  TILEWRIGHT_CHECK(bytes <= storage, name, " is ", shape(t), ", its storage of ", storage,
+                   " bytes ends before its last element");
 }
+
+inline void check_memory(const Tensor& t, const char* name) { check_memory(t, name, extent_bytes(t)); }
 
 inline const void* checked_data(const Tensor& t, const char* name) {
   check_memory(t, name);
@@ -82,7 +84,8 @@ inline const void* checked_data(const Tensor& t, const char* name) {
 
 inline const void* contiguous_data(const Tensor& t, const char* name, ScalarType type, const char* type_name) {
   TILEWRIGHT_CHECK(t.scalar_type() == type && t.is_contiguous(), name, " must be a contiguous ", type_name, " tensor");
-  return checked_data(t, name);
+  check_memory(t, name, t.numel() * int64_t(t.element_size()));
+  return t.const_data_ptr();
 }
 
 // The rows of x [..., k] and how many elements lie from one to the next: x itself, a copy where its strides say no.

@@ -39,25 +39,25 @@ struct GemmProblem {
 
 // How an instruction set goes about a problem. Depends on the kind, sizes and number of threads; no result does.
 struct GemmPlan {
-  int64_t rows;                // rows of one group of activations: packed together, computed together
-  int64_t unit_span;           // consecutive 4-byte units of one row that lie side by side in the packed activations
-  int64_t units;               // 4-byte units of one packed row of activations
-  int64_t k_group;             // columns of K whose products are summed before scales apply and the sum takes them up
-  int64_t chunk;               // columns of K that are decoded together, a multiple of `k_group`
-  int64_t l1_k_block;          // columns of K after which the next rows and blocks take their turn, as `k_group`
-  int64_t task_rows;           // rows of one task, a multiple of `rows`
-  int64_t task_blocks;         // packed blocks of one task
-  int64_t row_tasks;           //
-  int64_t block_tasks;         // tasks = row_tasks * block_tasks, rows outermost
-  int64_t n_blocks_per_pass;   // packed blocks that are multiplied together, see Blocking
-  bool streams;                // weights are read once, in file order: threads should keep to their runs of tasks
-  int64_t weights_ahead;       // see Blocking
-  int64_t scales_per_row;      // of the activations; 0 where they are bf16
-  int64_t k_groups_per_scale;  // k_groups that share one of them
-  int64_t sums_per_row;        // of the activations; 0 where none are needed
-  size_t activation_bytes;     // size of `activations`
-  size_t task_bytes;           // scratch of one thread for compute
-  size_t prepare_bytes;        // scratch of one thread for prepare
+  int64_t rows;               // rows of one group of activations: packed together, computed together
+  int64_t unit_span;          // consecutive 4-byte units of one row that lie side by side in the packed activations
+  int64_t units;              // 4-byte units of one packed row of activations
+  int64_t k_group;            // columns of K whose products are summed before scales apply and the sum takes them up
+  int64_t chunk;              // columns of K that are decoded together, a multiple of `k_group`
+  int64_t l1_k_block;         // columns of K after which the next rows and blocks take their turn, as `k_group`
+  int64_t task_rows;          // rows of one task, a multiple of `rows`
+  int64_t task_blocks;        // packed blocks of one task
+  int64_t row_tasks;          //
+  int64_t block_tasks;        // tasks = row_tasks * block_tasks, rows outermost
+  int64_t n_blocks_per_pass;  // packed blocks that are multiplied together, see Blocking
+  bool streams;               // weights are read once, in file order: threads should keep to their runs of tasks
+  int64_t weights_ahead;      // see Blocking
+  int64_t scales_per_row;     // of the activations; 0 where they are bf16
+  int64_t scale_shift;        // log2 of the k_groups that share one of them
+  int64_t sums_per_row;       // of the activations; 0 where none are needed
+  size_t activation_bytes;    // size of `activations`
+  size_t task_bytes;          // scratch of one thread for compute
+  size_t prepare_bytes;       // scratch of one thread for prepare
 };
 
 // Memory that the threads of a call share: what prepare writes and compute reads.

@@ -90,8 +90,7 @@ void prepare_row(const Gemm* p, int64_t row, float* values, void* units) {
   }
   int8_t* q = static_cast<int8_t*>(units);
   const uint32_t flip = I::kBiasedInt8 && p->problem.kind == Kind::int8 && !p->problem.activation_group ? 0x80 : 0;
-  const int64_t scales = p->plan.scales_per_row,
-                columns = scales > 1 ? p->plan.k_group * p->plan.k_groups_per_scale : k;
+  const int64_t scales = p->plan.scales_per_row, columns = scales > 1 ? p->plan.k_group << p->plan.scale_shift : k;
   for (int64_t s = 0; s < scales; ++s) {
     const int64_t first = s * columns;
     p->memory.row_scale[row * scales + s] = quantize_row(values + first, smaller(columns, k - first), q + first, flip);

@@ -202,9 +202,7 @@ class AmxIsa : public Panels {
                c.first && k == 0,
                0,
                t.rows};
-      if (c.row_scale)
-        part_.row_scale =
-            c.row_scale + t.row * p_->plan.scales_per_row + (c.index + group) / p_->plan.k_groups_per_scale;
+      if (c.row_scale) part_.row_scale = row_terms(p_->plan, c, t.row).scale_at(0, group);
     }
   }
 

@@ -11,36 +11,37 @@ namespace {
 
 // One chunk of one packed block, ready to be multiplied: `k_groups` runs of `k_group` columns of K.
 struct Chunk {
-  const uint8_t* weights;     // as packed
-  const uint8_t* panel;       // in the form that the products read, or null where they decode themselves
-  const uint8_t* ahead;       // as packed, what to ask for while `weights` are read; `weights` where nothing
-  const uint8_t* next;        // as packed, the chunk that this thread reads next
-  int64_t k_group, k_groups;  //
-  int64_t columns;            // k_group * k_groups, or less in the last chunk
-  int64_t k_group_bytes;      // from one k_group to the next: as packed,
-  int64_t k_group_panel;      // bytes of the panel,
-  int64_t k_group_units;      // units of the activations
-  int64_t unit;               // first 4-byte unit of each packed row of activations
-  bool first;                 // no chunk came before: the sums are undefined
-  float* scale;               // [k_groups][32] or null (1); a copy
-  const int8_t* zeros;        // [k_groups][32], int4
-  const int32_t* sums;        // row_sums at the first k_group, or null; rows are sums_per_row apart
-  const float* row_scale;     // of the first row, where activations have scales by group, or null
-  int64_t index;              // of the first k_group in a row
-  void* sum;                  // [rows of the task][32] fp32, or int32 for int8 with one scale for each row
+  const uint8_t* weights;      // as packed
+  const uint8_t* panel;        // in the form that the products read, or null where they decode themselves
+  const uint8_t* ahead;        // as packed, what to ask for while `weights` are read; `weights` where nothing
+  const uint8_t* next;         // as packed, the chunk that this thread reads next
+  int64_t k_group, k_groups;   //
+  int64_t columns;             // k_group * k_groups, or less in the last chunk
+  int64_t k_group_bytes;       // from one k_group to the next: as packed,
+  int64_t k_group_panel;       // bytes of the panel,
+  int64_t k_group_units;       // units of the activations
+  int64_t unit;                // first 4-byte unit of each packed row of activations
+  bool first;                  // no chunk came before: the sums are undefined
+  float* scale;                // [k_groups][32] or null (1); a copy
+  const int8_t* zeros;         // [k_groups][32], int4
+  const int32_t* sums;         // row_sums at the first k_group, or null; rows are sums_per_row apart
+  const float* row_scale;      // row_scale at the first k_group, where there is one for each group of columns, or null
+  int64_t index, scale_shift;  // of the first k_group in a row; log2 of the k_groups that share a scale of the row
+  void* sum;                   // [rows of the task][32] fp32, or int32 for int8 with one scale for each row
 };
 
 // What some rows of int8 activations add to the products of a chunk.
 struct RowTerms {
   const int32_t* sums;  // at the first k_group; rows are `sums_stride` apart
   int64_t sums_stride;
-  const float* scales;  // of the first row, or null; rows are `scales_stride` apart
-  int64_t scales_stride, index, k_groups_per_scale;
+  const float* scales;  // at the first k_group, or null; rows are `scales_stride` apart
+  int64_t scales_stride, index, scale_shift;
 
   int32_t sum(int64_t row, int64_t group) const { return sums[row * sums_stride + group]; }
-  float scale(int64_t row, int64_t group) const {
-    return scales[row * scales_stride + (index + group) / k_groups_per_scale];
+  const float* scale_at(int64_t row, int64_t group) const {
+    return scales + row * scales_stride + ((index + group) >> scale_shift) - (index >> scale_shift);
   }
+  float scale(int64_t row, int64_t group) const { return *scale_at(row, group); }
 };
 
 inline RowTerms row_terms(const GemmPlan& plan, const Chunk& c, int64_t row) {
@@ -49,7 +50,7 @@ inline RowTerms row_terms(const GemmPlan& plan, const Chunk& c, int64_t row) {
           c.row_scale ? c.row_scale + row * plan.scales_per_row : nullptr,
           plan.scales_per_row,
           c.index,
-          plan.k_groups_per_scale};
+          c.scale_shift};
 }
 
 inline int64_t weight_bytes(const Gemm* p, int64_t columns) {  // of a block, with what follows each int4 group
@@ -137,8 +138,9 @@ Chunk chunk_of(const Gemm* p, int64_t block, int64_t k0, bool panel, int64_t ahe
   c.ahead = c.weights + smaller(ahead, weights_end(p) - c.weights - weight_bytes(p, c.columns) / (narrow ? 2 : 1));
   if (narrow) c.ahead = c.weights = widen(c.weights, c.columns / 2, p->problem.kind == Kind::bf16 ? 2 : 1, w.wide);
   c.index = k0 / c.k_group;
+  c.scale_shift = p->plan.scale_shift;
   if (p->memory.row_sums) c.sums = p->memory.row_sums + c.index;
-  if (p->problem.activation_group) c.row_scale = p->memory.row_scale;
+  if (p->problem.activation_group) c.row_scale = p->memory.row_scale + (c.index >> p->plan.scale_shift);
   if (p->problem.kind == Kind::fp8) {
     c.scale = w.scale;
     const float* scale = p->problem.scale + block * kBlockN / 128 * ceil_div(p->problem.k, 128) + k0 / 128;
@@ -172,6 +174,7 @@ inline Chunk k_group_of(const Chunk& chunk, int64_t f) {
   if (chunk.zeros) group.zeros += f * kBlockN;
   if (chunk.sums) group.sums += f;
   group.index += f;
+  if (chunk.row_scale) group.row_scale += (group.index >> chunk.scale_shift) - (chunk.index >> chunk.scale_shift);
   return group;
 }
 
@@ -315,9 +318,8 @@ GemmPlan plan(const GemmProblem* problem, int32_t threads, const Blocking* block
   const int64_t unscaled = I::kChained && !panel ? p.padded_k : most;
   g.k_group = p.kind == Kind::fp8 ? 128 : p.group ? p.group : scaled ? p.activation_group : unscaled;
   // Where weights have groups, those of the activations are no smaller.
-  g.k_groups_per_scale =
-      p.activation_group ? larger(1, p.activation_group / g.k_group) : ceil_div(p.padded_k, g.k_group);
-  g.scales_per_row = !integers ? 0 : ceil_div(p.padded_k, g.k_group * g.k_groups_per_scale);
+  while (p.activation_group > g.k_group << g.scale_shift) ++g.scale_shift;
+  g.scales_per_row = p.activation_group ? ceil_div(p.padded_k, g.k_group << g.scale_shift) : integers;
   const bool takes_off_zeros =
       p.kind == Kind::int4_int8 || (p.kind == Kind::int8 && p.activation_group && I::kBiasedInt8);
   g.sums_per_row = takes_off_zeros ? ceil_div(p.padded_k, g.k_group) : 0;

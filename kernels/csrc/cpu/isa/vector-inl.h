@@ -133,20 +133,21 @@ template <class V, int R, template <int> class Source, Products kProducts>
   }
   TILEWRIGHT_EACH(v, kVectors) {
     const int column = (v0 + v) * kLanes;
-    const typename V::N zeros = kInt4 ? V::load_zeros(c.zeros + column) : V::broadcast(128);
+    const typename V::N zeros = kInt4 ? V::load_zeros(c.zeros + column) : V::zero_int();
     const typename V::F scale = kInt4 ? V::load(c.scale + column) : V::zero();
     TILEWRIGHT_EACH(r, R) {
       float* const s = static_cast<float*>(at.sum) + r * kBlockN + column;
       typename V::N dot = acc[r][v];
       if constexpr (kZeros) {
-        const typename V::N row_sum = V::broadcast(uint32_t(c.sums[(at.first + r) * p->plan.sums_per_row]));
-        dot = V::subtract(dot, V::multiply_int(zeros, row_sum));
+        const uint32_t row_sum = uint32_t(c.sums[(at.first + r) * p->plan.sums_per_row]);
+        if constexpr (kInt4)
+          dot = V::subtract(dot, V::multiply_int(zeros, V::broadcast(row_sum)));
+        else
+          dot = V::subtract(dot, V::broadcast(row_sum * 128));
       }
       const typename V::F value = V::to_float(dot), sum = c.first ? V::zero() : V::load(s);
       if constexpr (kByGroup) {
-        const int64_t group = c.index / p->plan.k_groups_per_scale;
-        const float row_scale = c.row_scale[(at.first + r) * p->plan.scales_per_row + group];
-        const typename V::F factor = V::broadcast_float(row_scale);
+        const typename V::F factor = V::broadcast_float(c.row_scale[(at.first + r) * p->plan.scales_per_row]);
         V::store(s, V::multiply_add(value, kInt4 ? V::multiply(scale, factor) : factor, sum));
       } else {
         V::store(s, V::add(sum, V::multiply(value, scale)));
