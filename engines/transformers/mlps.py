@@ -39,7 +39,10 @@ def replace_mlps(model: nn.Module, packed: PackedCheckpoint) -> None:
         assert isinstance(down, PackedLinear)
         activation = None if why_not_fused(gate_up, down) else find_activation(module)
         if activation:
-            upper, lower = (PackedStack(name, part.spec, dict(part.named_buffers())) for part in (gate_up, down))
+            upper, lower = (
+                PackedStack(name, part.spec, dict(part.named_buffers()), part.activation_scales)
+                for part in (gate_up, down)
+            )
             model.set_submodule(path, PackedMlp(path, upper, lower, activation))
 
 

@@ -41,6 +41,7 @@ def load_model(
     fused: bool = True,
     *,
     trust_remote_code: bool = False,
+    activation_scales: str = "group",
 ) -> nn.Module:
     """The transformers model of a packed directory, its Linears and experts run by the bundled kernels.
 
@@ -58,6 +59,7 @@ def load_model(
             the modules of transformers around packed Linears, for those who hook or replace these.
         trust_remote_code: Run the Python code that the directory brings for its model (`auto_map` in config.json).
             Without it, a model that only that code knows is refused.
+        activation_scales: "token" or "group", as in `load_packed`.
 
     Returns:
         A `PreTrainedModel` in evaluation mode with `generate`; its attribute `packed` is the opened directory, and its
@@ -68,7 +70,7 @@ def load_model(
     """
     if rank is None and distributed.is_available() and distributed.is_initialized():
         rank = distributed.get_rank()
-    packed = load_packed(path, rank, device, verify_checksums)
+    packed = load_packed(path, rank, device, verify_checksums, activation_scales)
     try:
         config = AutoConfig.from_pretrained(packed.root, trust_remote_code=trust_remote_code)
         if hasattr(config, "quantization_config"):

@@ -48,7 +48,9 @@ def _fused(path: str, module: Any) -> PackedMlp | None:
     activation = find_activation(module)
     if activation is None:
         return None
-    upper, lower = (PackedStack(path, part.spec, dict(part.named_buffers())) for part in (gate_up, down))
+    upper, lower = (
+        PackedStack(path, part.spec, dict(part.named_buffers()), part.activation_scales) for part in (gate_up, down)
+    )
     mlp = PackedMlp(path, upper, lower, activation)
     if module.down_proj.reduce_results and module.down_proj.tp_size > 1:
         mlp.reduce = tensor_model_parallel_all_reduce

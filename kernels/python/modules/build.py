@@ -11,10 +11,12 @@ from .experts import PackedExperts, PackedStack
 from .linear import PackedLinear
 
 
-def build_module(name: str, spec: ModuleSpec, tensors: Mapping[str, torch.Tensor]) -> PackedLinear | PackedStack:
+def build_module(
+    name: str, spec: ModuleSpec, tensors: Mapping[str, torch.Tensor], activation_scales: str = "token"
+) -> PackedLinear | PackedStack:
     """The module that runs a packed weight: `PackedLinear` for [N, K], `PackedStack` for [E, N, K]."""
     kind = PackedLinear if len(spec.shape) == 2 else PackedStack
-    return kind(name, spec, tensors)
+    return kind(name, spec, tensors, activation_scales)
 
 
 def build_experts(

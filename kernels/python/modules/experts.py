@@ -119,6 +119,9 @@ class PackedExperts(nn.Module):
             alpha=self.alpha,
             limit=self.limit,
             first_expert=w13.spec.first_expert,
+            activation_group=w13.activation_group,
+            w13_rotation=w13.rotation,
+            w2_rotation=w2.rotation,
         )
         if x.requires_grad:
             y = refuse_gradient(y, x)

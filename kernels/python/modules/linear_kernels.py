@@ -33,6 +33,8 @@ class LinearKernel:
         source: Where to find the operator if it is imported only when a module is built for it: "module:name".
         experts_source: Where to find the class of routed experts whose stacks are in this layout.
         sees: What it takes its activations for, fp32 of fp32 [M, K]: 16-bit ones as they are by default.
+        quantizes: Whether it rounds activations to int8, scaled and rotated as its options `activation_group` and
+            `rotation` say.
         scale: Suffix of its scales; "" if it has none. A field, because Dynamo cannot trace a cached property.
     """
 
@@ -43,6 +45,7 @@ class LinearKernel:
     sees: Callable[[torch.Tensor], torch.Tensor] = torch.clone
     source: str = ""
     experts_source: str = "modules.experts:PackedExperts"
+    quantizes: bool = False
     scale: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,9 +59,19 @@ class LinearKernel:
         """The class of routed experts whose stacks are in this layout."""
         return _find(self.experts_source)
 
-    def run(self, x: torch.Tensor, tensors: Mapping[str, torch.Tensor | None], n: int) -> torch.Tensor:
+    def run(
+        self,
+        x: torch.Tensor,
+        tensors: Mapping[str, torch.Tensor | None],
+        n: int,
+        activation_group: int = 0,
+        rotation: int = 0,
+    ) -> torch.Tensor:
         """`x W^T + bias` for a matrix of `n` rows, whose tensors and `bias` are found by their suffixes."""
-        return self.op(x, *map(tensors.__getitem__, self.suffixes), n, tensors["bias"])
+        given = map(tensors.__getitem__, self.suffixes)
+        if activation_group or rotation:
+            return self.op(x, *given, n, tensors["bias"], activation_group=activation_group, rotation=rotation)
+        return self.op(x, *given, n, tensors["bias"])
 
 
 def _find(source: str) -> Any:
@@ -79,9 +92,16 @@ LINEAR_KERNELS: Registry[LinearKernel] = Registry(
     "linear kernel for layout",
     (
         LinearKernel("cpu-vnni-bf16", "cpu", ("weight",), ops.linear_bf16),
-        LinearKernel("cpu-vnni-int8", "cpu", ("weight", "weight_scale"), ops.linear_int8, as_int8),
+        LinearKernel("cpu-vnni-int8", "cpu", ("weight", "weight_scale"), ops.linear_int8, as_int8, quantizes=True),
         LinearKernel("cpu-vnni-fp8", "cpu", ("weight", "weight_scale_inv"), ops.linear_fp8),
-        LinearKernel("cpu-vnni-int4", "cpu", ("weight", "weight_zero_point", "weight_scale"), ops.linear_int4, as_int8),
+        LinearKernel(
+            "cpu-vnni-int4",
+            "cpu",
+            ("weight", "weight_zero_point", "weight_scale"),
+            ops.linear_int4,
+            as_int8,
+            quantizes=True,
+        ),
         LinearKernel(
             "gpu-hopper-w4",
             "cuda",

@@ -65,6 +65,9 @@ class PackedMlp(nn.Module):
             bias13,
             bias2,
             activation=self.activation,
+            activation_group=self.gate_up_proj.activation_group,
+            w13_rotation=self.gate_up_proj.rotation,
+            w2_rotation=self.down_proj.rotation,
         )
         if x.requires_grad:
             y = refuse_gradient(y, x)

@@ -19,12 +19,14 @@ class KernelUse:
         layout: Id of its layout.
         kernel: Operator and instruction set.
         faster: Each faster instruction set and why it is not taken.
+        activations: How they are rounded, `int8 by group of 128` for instance.
     """
 
     module: str
     layout: str
     kernel: str
     faster: tuple[str, ...]
+    activations: str
 
 
 def report_kernels(model: nn.Module) -> list[KernelUse]:
@@ -37,5 +39,5 @@ def report_kernels(model: nn.Module) -> list[KernelUse]:
         if isinstance(module, PackedWeight):
             on_cpu = module.kernel.device == "cpu"
             kernel = f"{module.operator} on {statuses[chosen].name if on_cpu else module.kernel.device}"
-            uses.append(KernelUse(name, module.spec.layout.id, kernel, faster if on_cpu else ()))
+            uses.append(KernelUse(name, module.spec.layout.id, kernel, faster if on_cpu else (), module.activations))
     return uses

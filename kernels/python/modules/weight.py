@@ -14,6 +14,9 @@ from .linear_kernels import LINEAR_KERNELS, LinearKernel
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
+ACTIVATION_GROUP = 128  # columns that share a scale by group; 64 would gain little more and cost twice as much
+ACTIVATION_SCALES = ("token", "group")
+
 
 class PackedWeight(nn.Module):
     """Holds one packed module's tensors as buffers that keep their dtype; base of what runs them.
@@ -25,22 +28,34 @@ class PackedWeight(nn.Module):
         name: Name of the module, for messages.
         spec: What it is.
         tensors: Its tensors by suffix, on the device that is to run it.
+        activation_scales: Where its operator rounds activations to int8: one scale for each "token", or for each
+            "group" of `ACTIVATION_GROUP` columns of it, which costs less accuracy.
+
+    Attributes:
+        activation_group: Columns that share a scale; 0 for all of a token, and where activations stay 16-bit.
+        rotation: Columns of a block of the input that are multiplied by a Hadamard matrix; 0 for none.
 
     Raises:
         LayoutError: A tensor is missing, or its dtype or shape is not what the layout says.
-        KernelUnavailableError: No bundled kernel reads this layout on this device.
+        KernelUnavailableError: No bundled kernel reads this layout on this device, or rotates its input.
     """
 
     bias: torch.Tensor | None
 
-    def __init__(self, name: str, spec: ModuleSpec, tensors: Mapping[str, torch.Tensor]) -> None:
+    def __init__(
+        self, name: str, spec: ModuleSpec, tensors: Mapping[str, torch.Tensor], activation_scales: str = "token"
+    ) -> None:
         super().__init__()
         check_tensors(name, tensors, spec.tensors())
         self.reduce: Reduce | None = None
         self.spec = spec
         self.kernel = find_kernel(name, spec, next(iter(tensors.values())).device.type)
-        if spec.rotation:  # never run as if it were not there
-            raise KernelUnavailableError(f"{name}: no bundled kernel rotates its input")
+        check_activation_scales(activation_scales)
+        if spec.rotation and not self.kernel.quantizes:
+            raise KernelUnavailableError(f"{name}: `{self.kernel.op.__name__}` does not rotate its input")
+        self.activation_scales = activation_scales
+        self.activation_group = ACTIVATION_GROUP if activation_scales == "group" and self.kernel.quantizes else 0
+        self.rotation = spec.rotation.block if spec.rotation else 0
         for suffix in self.kernel.suffixes:
             self.register_buffer(suffix, tensors[suffix])
         self.register_buffer("bias", tensors.get("bias"))
@@ -60,6 +75,14 @@ class PackedWeight(nn.Module):
         return f"[{shape}], {self.spec.format.id}, {kernel}, bias={self.bias is not None}"
 
     @property
+    def activations(self) -> str:
+        """What its operator makes of its activations, in words."""
+        if not self.kernel.quantizes:
+            return "as the operator takes them"
+        scales = f"group of {self.activation_group}" if self.activation_group else "token"
+        return f"int8 by {scales}" + (f", rotated in blocks of {self.rotation}" if self.rotation else "")
+
+    @property
     def operator(self) -> str:
         """Name of the operator that multiplies by it, `torch.ops.tilewright.<operator>`."""
         return self.kernel.op.__name__
@@ -68,6 +91,16 @@ class PackedWeight(nn.Module):
         """The tensors of the weight in the order of its kernel, without the bias."""
         buffers = self._buffers
         return [buffers[suffix] for suffix in self.kernel.suffixes]  # type: ignore[misc]  # none of them is None
+
+
+def check_activation_scales(value: str) -> None:
+    """Refuse a choice that there is not.
+
+    Raises:
+        KernelUnavailableError: It is neither "token" nor "group".
+    """
+    if value not in ACTIVATION_SCALES:
+        raise KernelUnavailableError(f"activation_scales is `{value}`", hint="`token` or `group`")
 
 
 def find_kernel(name: str, spec: ModuleSpec, device: str) -> LinearKernel:

@@ -10,6 +10,7 @@ import torch
 
 from ..errors import CheckpointError, KernelUnavailableError, TilewrightError
 from ..modules import PackedExperts, PackedLinear, PackedStack, build_experts, build_module, find_kernel
+from ..modules.weight import check_activation_scales
 from ..tensors import TensorSpec
 from .manifest import MANIFEST_FILE, difference, read_manifest
 from .module_spec import INPUT_SCALE, PACKED_VERSION, Cut, Gating, ModuleSpec, described_modules
@@ -44,10 +45,12 @@ class PackedCheckpoint(Mapping[str, PackedModule]):
         experts: Names of routed experts, each of which has two stacks, `<name>.w13` and `<name>.w2`.
         plain: All other tensors by name: source name, dtype and shape.
         device: Where the tensors are put; "cpu" means that they stay views of the mapped files.
+        activation_scales: As `load_packed` was given it.
     """
 
-    def __init__(self, root: Path, headers: list[Header], device: str) -> None:
+    def __init__(self, root: Path, headers: list[Header], device: str, activation_scales: str = "group") -> None:
         self.root = root
+        self.activation_scales = activation_scales
         self.config: dict[str, Any] = _read_json(root / "config.json")
         self.device = device
         first = headers[0].metadata
@@ -102,7 +105,7 @@ class PackedCheckpoint(Mapping[str, PackedModule]):
     def _part(self, name: str) -> PackedModule:
         whole = self.weight(self.joined[name])
         spec, rows = whole.spec.linears()[name]
-        return build_module(name, spec, whole.spec.take(dict(whole.named_buffers()), rows))
+        return build_module(name, spec, whole.spec.take(dict(whole.named_buffers()), rows), self.activation_scales)
 
     def _stored(self, name: str) -> PackedModule:
         spec = self.specs[name]
@@ -111,7 +114,7 @@ class PackedCheckpoint(Mapping[str, PackedModule]):
         if runnable != spec:
             bias = {suffix: tensor for suffix, tensor in tensors.items() if suffix == "bias"}
             tensors = reorder(spec, tensors) | bias
-        return build_module(name, runnable, tensors)
+        return build_module(name, runnable, tensors, self.activation_scales)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.specs)
@@ -180,7 +183,11 @@ class PackedCheckpoint(Mapping[str, PackedModule]):
 
 
 def load_packed(
-    path: str | Path, rank: int | None = None, device: str = "cpu", verify_checksums: bool = False
+    path: str | Path,
+    rank: int | None = None,
+    device: str = "cpu",
+    verify_checksums: bool = False,
+    activation_scales: str = "group",
 ) -> PackedCheckpoint:
     """Open a packed directory; only headers are read, and no weight is copied on a CPU.
 
@@ -189,6 +196,8 @@ def load_packed(
         rank: Which share of a model that was cut for several ranks; None for an uncut one.
         device: Where to run; "cpu" keeps the weights in the mapped files.
         verify_checksums: Also compare every file with the checksum in the manifest, which reads all of it.
+        activation_scales: For weights that int8 activations multiply: a scale for each "token", or for each "group" of
+            128 columns of a token, which keeps outliers to themselves (docs/runtime.md has costs and accuracy).
 
     Raises:
         CheckpointError: The directory is not a complete packed one, or not for this rank or device; one message lists
@@ -199,9 +208,10 @@ def load_packed(
     if not manifest.is_file():
         raise CheckpointError(f"{root}: no {MANIFEST_FILE}, so this is no finished packed directory", hint=RUN_HINT)
     _check_device(device)
+    check_activation_scales(activation_scales)
     headers = _read_headers(root)
     _check_files(root, headers, verify_checksums)
-    packed = PackedCheckpoint(root, headers, device)
+    packed = PackedCheckpoint(root, headers, device, activation_scales)
     if rank is not None and packed.cut.rank != rank:
         raise CheckpointError(f"{root}: holds rank {packed.cut.rank} of {packed.cut.ranks}, not rank {rank}")
     if problems := packed.problems():

@@ -83,6 +83,8 @@ def linear_cases(m: int, n: int, k: int, dtype: torch.dtype, bias: torch.Tensor 
     packed = CPU_VNNI_INT8.pack(q)
     int8 = {"x": x, "weight": packed["weight"], "scale": packed["weight_scale"], **rest}
     yield Case("linear_int8", int8, reference.linear_int8(x, q.codes, q.scales, bias))
+    grouped = reference.linear_int8(x, q.codes, q.scales, bias, 64, 4)
+    yield Case("linear_int8", {**int8, "activation_group": 64, "rotation": 4}, grouped)
     q = quantized(FP8, n, k)
     assert q.scales is not None
     packed = CPU_VNNI_FP8.pack(q)
@@ -294,7 +296,7 @@ def test_every_operator_has_a_case(cases: list[Case]) -> None:
         for name in torch._C._dispatch_get_all_op_names()
         if name.startswith("tilewright::")
     }
-    plain = {"isa", "isa_report", "select_isa", "select_blocking", "release_scratch"}
+    plain = {"isa", "isa_report", "select_isa", "select_blocking", "release_scratch", "guard_pages", "replaced_pages"}
     on_gpus = {name for name in registered if name.startswith("w4a8")}
     assert registered - plain - on_gpus == {case.operator for case in cases}
 
