@@ -41,7 +41,7 @@ def load_model(
     fused: bool = True,
     *,
     trust_remote_code: bool = False,
-    activation_scales: str = "group",
+    activation_scales: str = "token",
 ) -> nn.Module:
     """The transformers model of a packed directory, its Linears and experts run by the bundled kernels.
 

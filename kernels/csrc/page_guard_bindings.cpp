@@ -1,6 +1,6 @@
-// A mapped file that becomes shorter, or whose disk fails, raises SIGBUS in whoever reads it. While the guard is on, such
-// a page is replaced by one of zeros and counted: the reader goes on, and its caller refuses what came of it. (systemd's
-// journal reads its files in this way.)
+// A mapped file that becomes shorter, or whose disk fails, raises SIGBUS in whoever reads it. While the guard is on,
+// such a page is replaced by one of zeros and counted: the reader goes on, and its caller refuses what came of it.
+// (systemd's journal reads its files in this way.)
 #include <signal.h>
 #include <sys/mman.h>
 #include <torch/csrc/stable/library.h>

@@ -14,7 +14,7 @@ from .linear_kernels import LINEAR_KERNELS, LinearKernel
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
-ACTIVATION_GROUP = 128  # columns that share a scale by group; 64 would gain little more and cost twice as much
+ACTIVATION_GROUP = 64  # columns that share a scale by group; docs/runtime.md compares it with 128
 ACTIVATION_SCALES = ("token", "group")
 
 

@@ -48,7 +48,7 @@ class PackedCheckpoint(Mapping[str, PackedModule]):
         activation_scales: As `load_packed` was given it.
     """
 
-    def __init__(self, root: Path, headers: list[Header], device: str, activation_scales: str = "group") -> None:
+    def __init__(self, root: Path, headers: list[Header], device: str, activation_scales: str = "token") -> None:
         self.root = root
         self.activation_scales = activation_scales
         self.config: dict[str, Any] = _read_json(root / "config.json")
@@ -187,7 +187,7 @@ def load_packed(
     rank: int | None = None,
     device: str = "cpu",
     verify_checksums: bool = False,
-    activation_scales: str = "group",
+    activation_scales: str = "token",
 ) -> PackedCheckpoint:
     """Open a packed directory; only headers are read, and no weight is copied on a CPU.
 
@@ -197,7 +197,7 @@ def load_packed(
         device: Where to run; "cpu" keeps the weights in the mapped files.
         verify_checksums: Also compare every file with the checksum in the manifest, which reads all of it.
         activation_scales: For weights that int8 activations multiply: a scale for each "token", or for each "group" of
-            128 columns of a token, which keeps outliers to themselves (docs/runtime.md has costs and accuracy).
+            64 columns of a token, which keeps outliers to themselves (docs/runtime.md has costs and accuracy).
 
     Raises:
         CheckpointError: The directory is not a complete packed one, or not for this rank or device; one message lists
