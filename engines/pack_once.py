@@ -70,7 +70,7 @@ def packed_once(source: Path, folder: Path | None, tp: int = 1, ep: int = 1, tel
     folder = source.parent if folder is None else folder.expanduser().resolve()
     cut = f"-tp{tp}-ep{ep}" if max(tp, ep) > 1 else ""
     target = folder / f"{source.name}-packed{cut}-{_fingerprint(source)}"
-    if _is_complete(target, max(tp, ep)):
+    if _is_complete(target, max(tp, ep)) and not _lock_of(target).exists():
         return target
     with _locked(target, tell) as lock:
         if not _is_complete(target, max(tp, ep)):
@@ -93,10 +93,15 @@ def _is_complete(target: Path, ranks: int) -> bool:
     return (target / "config.json").is_file() and all((path / MANIFEST_FILE).is_file() for path in directories)
 
 
+def _lock_of(target: Path) -> Path:
+    """The file that whoever packs a directory holds; one that nobody holds was left by a process that was killed."""
+    return target.with_name(f".{target.name}.lock")
+
+
 @contextmanager
 def _locked(target: Path, tell: Tell) -> Iterator[IO[str]]:
     """Hold the lock of a packed directory; the file that holds it goes when it is released."""
-    path = target.with_name(f".{target.name}.lock")
+    path = _lock_of(target)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         while True:

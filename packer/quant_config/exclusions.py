@@ -108,6 +108,7 @@ ENGINES: dict[str, dict[str, Reading]] = {
     },
     "TensorRT-LLM": {"fp8": Reading(("ignore", *FP8_KEYS), _glob, merged=True), "w4afp8": Reading((), _nothing)},
 }
+_LISTS = {key for readings in ENGINES.values() for reading in readings.values() for key in reading.keys}
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,10 @@ def engine_views(checkpoint: Checkpoint) -> list[View]:
 
 def _modules(checkpoint: Checkpoint) -> dict[str, tuple[Role, bool, str]]:
     """Module -> its role, whether the files hold it quantized, and the path that engines ask for: of all experts."""
-    inventory = detect_weights({name: checkpoint.spec(name) for name in checkpoint.files}, checkpoint.config)
+    # What the files hold is asked without the lists that are judged by it.
+    block = {key: value for key, value in quantization_config(checkpoint.config).items() if key not in _LISTS}
+    config = {**checkpoint.config, "quantization_config": block}
+    inventory = detect_weights({name: checkpoint.spec(name) for name in checkpoint.files}, config)
     family = family_of(checkpoint.config)
     modules: dict[str, tuple[Role, bool, str]] = {}
     for weight in inventory.weights:

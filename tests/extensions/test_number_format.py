@@ -19,7 +19,7 @@ from tilewright.kernels.formats.integer import IntegerFormat
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.layouts.base import check_tensors
 from tilewright.kernels.tensors import QTensor, Reject, TensorSpec
-from tilewright.packer.checkpoint import detection
+from tilewright.packer.checkpoint.declared import Declared, DeclaredNumbers, Fields, QuantMethod, everywhere
 from tilewright.packer.checkpoint.encoding import Decoder, StoredWeight, TensorGroup
 from tilewright.packer.checkpoint.encodings import ENCODINGS
 from tilewright.packer.checkpoint.files import open_checkpoint
@@ -89,11 +89,24 @@ class Int6Decoder(Decoder):
 
 
 @dataclass(frozen=True)
+class Int6Method:
+    """`quant_method: int6` has no further keys."""
+
+    id: str = "int6"
+
+    def read(self, fields: Fields) -> Declared:
+        fields.take("quant_method")
+        fields.close()
+        return everywhere(DeclaredNumbers("int", 6, (1, 32)))
+
+
+@dataclass(frozen=True)
 class Int6Encoding:
     """An int6 weight of a source."""
 
     id: str = "int6"
     suffixes: tuple[str, ...] = ("weight", "weight_scale")
+    methods: tuple[QuantMethod, ...] = (Int6Method(),)
 
     def detect(self, group: TensorGroup) -> StoredWeight | None:
         if "weight_scale" not in group.specs or group.specs["weight"].dtype != torch.uint8:
@@ -110,9 +123,8 @@ SCHEME = Scheme("int6", {"native": NATIVE}, solver="mse")
 
 
 @pytest.fixture
-def int6(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def int6() -> Iterator[None]:
     """Everything registered, for one test."""
-    monkeypatch.setattr(detection, "READABLE", (*detection.READABLE, "int6"))
     with (
         FORMATS.extended(INT6),
         LAYOUTS.extended(FourInThree()),

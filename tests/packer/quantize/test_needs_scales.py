@@ -1,6 +1,8 @@
 """Public reports about shapes, blocks and scales (needs.md groups A and B), one test per row: what must not happen."""
 
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.packer.checkpoint import detect_weights
+from tilewright.packer.engine.job import Destination
 from tilewright.packer.pack.parallel import tensor_parallel
 from tilewright.packer.schemes import SCHEMES
 from tilewright.packer.summary import summarize
@@ -124,8 +127,9 @@ def test_row_35_values_are_scaled_once(scheme: str, tiny_model: Any, convert: Ma
 
 def test_sizes_of_the_summary_are_those_of_the_plan(tiny_model: Any, plan: Make) -> None:
     made = plan(tiny_model, "int8")
-    job = type("Job", (), {"workers": 1, "peak_memory": 1, "disk_needed": 1, "disk_free": 1, "shards": ()})()
-    summary = summarize(made, tiny_model, job)
+    one = Destination(Path("out"), "", made, (), "", finished=False)
+    needs = {"workers": 1, "peak_memory": 1, "disk_needed": 1, "disk_free": 1}
+    summary = summarize(SimpleNamespace(checkpoint=tiny_model, **needs), one)  # type: ignore[arg-type]
     assert sum(group.bytes_before for group in summary.groups) == summary.bytes_before
     assert sum(group.bytes_after for group in summary.groups) == summary.bytes_after
     assert sum(group.count for group in summary.groups) == len(made.fates)
