@@ -16,7 +16,7 @@ TILEWRIGHT = (
     "path = huggingface_hub.snapshot_download({quoted})\nmodel = tilewright.load_model(path)",
 )
 
-# Scheme and checkpoint format -> engines. Each line stands on tests of the exclusion lists and configs that they read.
+# Scheme and checkpoint format -> engines, as in README.md. Exclusion lists and configs are tested, not every start.
 ENGINES: dict[tuple[str, str], tuple[tuple[str, str, str], ...]] = {
     ("block-fp8", "native"): (VLLM, SGLANG, TRANSFORMERS),
     ("block-fp8", "compressed-tensors"): (VLLM,),
