@@ -98,6 +98,14 @@ def _lock_of(target: Path) -> Path:
     return target.with_name(f".{target.name}.lock")
 
 
+def _is_still(path: Path, file: IO[str]) -> bool:
+    """Whether a path still names an open file."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
+
+
 @contextmanager
 def _locked(target: Path, tell: Tell) -> Iterator[IO[str]]:
     """Hold the lock of a packed directory; the file that holds it goes when it is released."""
@@ -111,7 +119,7 @@ def _locked(target: Path, tell: Tell) -> Iterator[IO[str]]:
             except BlockingIOError:
                 tell(f"another process packs {target.name}; waiting for it")
                 fcntl.flock(lock, fcntl.LOCK_EX)
-            if path.exists() and os.path.samestat(path.stat(), os.fstat(lock.fileno())):
+            if _is_still(path, lock):
                 break
             lock.close()  # its last holder has removed it in between
     except OSError as error:
