@@ -69,7 +69,7 @@ inline void check_memory(const Tensor& t, const char* name, int64_t bytes) {
   TILEWRIGHT_CHECK(t.is_cpu(), name, " must be on the CPU");
   if (bytes == 0) return;
   int64_t storage = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(t.get(), &storage));
+  TILEWRIGHT_CHECK(aoti_torch_get_storage_size(t.get(), &storage) == AOTI_TORCH_SUCCESS, name, " has no storage");
   if (t.storage_offset()) bytes += t.storage_offset() * int64_t(t.element_size());
   TILEWRIGHT_CHECK(bytes <= storage, name, " is ", shape(t), ", its storage of ", storage,
                    " bytes ends before its last element");
