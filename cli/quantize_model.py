@@ -26,7 +26,7 @@ from .options import (
 
 SCHEMES = ("block-fp8", "int8", "int4", "w4afp8")  # as the registries have them; a test compares
 SOLVERS = ("rtn", "mse", "gptq", "awq")
-FORMS = ("native", "compressed-tensors")
+CHECKPOINT_FORMATS = ("native", "compressed-tensors")
 
 WHAT, WHICH, LAYOUT = (
     "What OUTPUT will be",
@@ -44,8 +44,8 @@ what_options = stacked(
     ),
     option(
         "--format",
-        "form",
-        type=Choice(FORMS),
+        "checkpoint_format",
+        type=Choice(CHECKPOINT_FORMATS),
         group=WHAT,
         help="Checkpoint format: names and dtypes of the tensors on disk, which decide what engines can load it.  "
         "[default: native; for int4 compressed-tensors]",

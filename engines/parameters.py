@@ -76,7 +76,7 @@ def engine_parameters(packed: PackedCheckpoint, engine: str) -> Iterator[tuple[s
         LayoutError: The engine's kernels cannot run one of the modules; lists all of them.
     """
     names = ENGINES[engine].suffixes
-    if problems := [reason for name, spec in packed.specs.items() if (reason := _against(name, spec))]:
+    if problems := [reason for name, spec in packed.specs.items() if (reason := _why_not(name, spec))]:
         raise LayoutError(f"{packed.root}: kernels of {engine} cannot run it:\n  " + "\n  ".join(problems))
     for target, members in _merge(packed).items():
         spec = packed.specs[members[0]]
@@ -89,7 +89,7 @@ def engine_parameters(packed: PackedCheckpoint, engine: str) -> Iterator[tuple[s
         yield name, packed.tensor(name)
 
 
-def _against(name: str, spec: ModuleSpec) -> str | None:
+def _why_not(name: str, spec: ModuleSpec) -> str | None:
     """Why an engine's kernels cannot run a module, whose sizes they take unpadded."""
     *_, n, k = spec.shape
     rows = n // spec.parts

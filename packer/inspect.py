@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from tilewright.kernels.packed.manifest import read_manifest
-from tilewright.kernels.packed.module_spec import Cut, ModuleSpec
+from tilewright.kernels.packed.module_spec import ModuleSpec, RankSharding
 from tilewright.kernels.packed.safetensors_file import DTYPE_NAMES
 
 from .checkpoint import quantization_config
@@ -53,7 +53,7 @@ class Item:
 
 
 @dataclass(frozen=True)
-class Share:
+class ItemGroup:
     """Items of a directory that are alike.
 
     Attributes:
@@ -112,7 +112,7 @@ class Inspection:
     bits: float
     cut: dict[str, Any]
     made_by: str
-    shares: tuple[Share, ...]
+    shares: tuple[ItemGroup, ...]
     items: tuple[Item, ...]
     notes: tuple[str, ...]
 
@@ -147,7 +147,7 @@ def inspect(checkpoint: Checkpoint, path: str) -> Inspection:
         parameters=parameters,
         nbytes=nbytes,
         bits=8 * nbytes / parameters if parameters else 0.0,
-        cut=asdict(Cut.from_json(metadata["tilewright.cut"])) if "tilewright.cut" in metadata else {},
+        cut=asdict(RankSharding.from_json(metadata["tilewright.cut"])) if "tilewright.cut" in metadata else {},
         made_by=manifest.tool if manifest else "",
         shares=_shares(items),
         items=items,
@@ -238,12 +238,12 @@ def _notes(checkpoint: Checkpoint) -> Iterator[str]:
         yield f"config.json announces {announced} MTP layer{'s' * (announced > 1)}, the files hold none"
 
 
-def _shares(items: tuple[Item, ...]) -> tuple[Share, ...]:
+def _shares(items: tuple[Item, ...]) -> tuple[ItemGroup, ...]:
     groups: dict[tuple[bool, Role, str, str, str], list[Item]] = {}
     for item in items:
         groups.setdefault((not item.quantized, item.role, item.encoding, item.layout, item.reason), []).append(item)
     shares = [
-        Share(
+        ItemGroup(
             role,
             encoding,
             layout,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .inspect import Inspection, Share
+from .inspect import Inspection, ItemGroup
 
 SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 COUNTS = ((1e9, "B"), (1e6, "M"), (1e3, "K"))
@@ -45,15 +45,15 @@ def _headline(found: Inspection) -> list[str]:
     return lines
 
 
-def _plain(share: Share) -> tuple[str, ...]:
+def _plain(share: ItemGroup) -> tuple[str, ...]:
     return (share.role, str(share.items), share.encoding, _count(share.parameters), _size(share.nbytes))
 
 
-def _quantized(share: Share) -> tuple[str, ...]:
+def _quantized(share: ItemGroup) -> tuple[str, ...]:
     return (share.role, str(share.items), share.encoding, share.layout or "-", f"{share.bits:.2f}", _size(share.nbytes))
 
 
-def _kept(share: Share) -> tuple[str, ...]:
+def _kept(share: ItemGroup) -> tuple[str, ...]:
     encoding = f"{share.encoding}, {share.layout}" if share.layout else share.encoding
     return (share.role, str(share.items), encoding, _size(share.nbytes), share.reason)
 

@@ -21,7 +21,7 @@ from .plan import Fate, Plan
 
 
 @dataclass(frozen=True)
-class Group:
+class FateGroup:
     """Source tensors that differ only in the numbers of their names and share one fate.
 
     Attributes:
@@ -61,7 +61,7 @@ class Summary:
         expert_parallel: The same for whole experts; empty for dense models.
     """
 
-    groups: tuple[Group, ...]
+    groups: tuple[FateGroup, ...]
     weights: int
     bytes_before: int
     bytes_after: int
@@ -152,7 +152,7 @@ def summarize(job: Job, one: Destination, *, timed: bool = False) -> Summary:
     )
 
 
-def _groups(plan: Plan, specs: Mapping[str, TensorSpec]) -> Iterable[Group]:
+def _groups(plan: Plan, specs: Mapping[str, TensorSpec]) -> Iterable[FateGroup]:
     members: dict[tuple[str, ...], list[str]] = {}
     for name, fate in plan.fates.items():
         spec = specs[name]
@@ -163,7 +163,7 @@ def _groups(plan: Plan, specs: Mapping[str, TensorSpec]) -> Iterable[Group]:
     for (_, kind, reason, before, after), names in members.items():
         outputs = {output for name in names for output in plan.fates[name].outputs} - counted
         counted |= outputs
-        yield Group(
+        yield FateGroup(
             with_ranges(names),
             len(names),
             kind,

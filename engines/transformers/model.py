@@ -85,7 +85,7 @@ def load_model(
     fused = fused and device == "cpu"
     if fused:
         replace_mlps(model, packed)
-    if packed.cut.ranks > 1:
+    if packed.sharding.ranks > 1:
         _add_up(model, packed)
     missing = _fill(model, packed, used)
     unused = [name for name in [*packed.specs, *packed.plain] if name not in used and not _ignored(name, config)]
@@ -182,10 +182,10 @@ def _gating(subject: str, old: Any, activation: str) -> Gating:
 def _add_up(model: nn.Module, packed: PackedCheckpoint) -> None:
     """Let modules that hold some of the columns or experts add up their results over the ranks."""
     size = distributed.get_world_size() if distributed.is_available() and distributed.is_initialized() else 1
-    if size != packed.cut.ranks:
+    if size != packed.sharding.ranks:
         raise CheckpointError(
-            f"{packed.root}: is cut for {packed.cut.ranks} ranks, this process is one of {size}",
-            hint=f"start it with `torchrun --nproc-per-node {packed.cut.ranks}` and `init_process_group`",
+            f"{packed.root}: is cut for {packed.sharding.ranks} ranks, this process is one of {size}",
+            hint=f"start it with `torchrun --nproc-per-node {packed.sharding.ranks}` and `init_process_group`",
         )
     for module in model.modules():
         match module:
@@ -197,7 +197,7 @@ def _add_up(model: nn.Module, packed: PackedCheckpoint) -> None:
                 spec = module.spec
             case _:
                 continue
-        module.reduce = sum_over_ranks if spec.is_summand else None
+        module.reduce = sum_over_ranks if spec.needs_all_reduce else None
 
 
 # The last sum stays ours until the next one. Otherwise a thread of gloo may be its last owner and free its tensor while

@@ -21,7 +21,7 @@ from tilewright.kernels.packed.module_spec import QUANT_METHOD
 
 from .experts import PackedExpertsMethod
 from .linear import PackedLinearMethod, PlainEmbeddingMethod, PlainLinearMethod
-from .share import open_share
+from .rank import open_rank
 from .version import check
 
 # Layers whose matrix vLLM computes with: latent attention makes its absorbed matrices of this one.
@@ -96,7 +96,7 @@ class TilewrightConfig(QuantizationConfig):
     def packed(self) -> PackedCheckpoint:
         """The share of this process."""
         config = get_current_vllm_config()
-        return open_share(self.model, self.revision, config, config.device_config.device_type)
+        return open_rank(self.model, self.revision, config, config.device_config.device_type)
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """What runs a layer; None leaves it to vLLM."""

@@ -250,11 +250,11 @@ std::vector<float> gate_weights(const Optional& gate, int64_t tokens) {
   return weights;
 }
 
-Tensor shared_expert(const Tensor* out, const Tensor& x, const Tensor& w13, const Tensor& w2, int64_t inner,
-                     Optional w13_scale, Optional w2_scale, Optional w13_zeros, Optional w2_zeros, Optional w13_bias,
-                     Optional w2_bias, Optional fused_out, Optional gate, double fused_scale,
-                     const std::string& activation, double alpha, double limit, bool int8_activations,
-                     int64_t activation_group, int64_t w13_rotation, int64_t w2_rotation) {
+Tensor fused_mlp(const Tensor* out, const Tensor& x, const Tensor& w13, const Tensor& w2, int64_t inner,
+                 Optional w13_scale, Optional w2_scale, Optional w13_zeros, Optional w2_zeros, Optional w13_bias,
+                 Optional w2_bias, Optional fused_out, Optional gate, double fused_scale, const std::string& activation,
+                 double alpha, double limit, bool int8_activations, int64_t activation_group, int64_t w13_rotation,
+                 int64_t w2_rotation) {
   TILEWRIGHT_CHECK(x.dim() >= 2 && x.size(-1) > 0, "x must be [..., hidden], it is ", shape(x));
   check_memory(x, "x");
   const int64_t tokens = x.numel() / x.size(-1);
@@ -333,7 +333,7 @@ Tensor bmm(const Tensor& a, const Tensor& weight, int64_t n, Optional scale) {
   "Tensor? w13_bias=None, Tensor? w2_bias=None, str activation='silu', float alpha=1.702, float limit=7.0, " \
   "float routed_scale=1.0, bool int8_activations=True, int first_expert=0, "                                 \
   "int activation_group=0, int w13_rotation=0, int w2_rotation=0"
-#define TILEWRIGHT_SHARED_EXPERT                                                                   \
+#define TILEWRIGHT_FUSED_MLP                                                                       \
   "(Tensor x, Tensor w13, Tensor w2, int inner, "                                                  \
   "Tensor? w13_scale=None, Tensor? w2_scale=None, Tensor? w13_zeros=None, Tensor? w2_zeros=None, " \
   "Tensor? w13_bias=None, Tensor? w2_bias=None, Tensor? fused_out=None, Tensor? gate=None, "       \
@@ -343,15 +343,15 @@ Tensor bmm(const Tensor& a, const Tensor& weight, int64_t n, Optional scale) {
 STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
   m.def("fused_experts" TILEWRIGHT_FUSED_EXPERTS ") -> Tensor");
   m.def("fused_experts.out" TILEWRIGHT_FUSED_EXPERTS ", *, Tensor(a!) out) -> ()");
-  m.def("shared_expert" TILEWRIGHT_SHARED_EXPERT ") -> Tensor");
-  m.def("shared_expert.out" TILEWRIGHT_SHARED_EXPERT ", *, Tensor(a!) out) -> ()");
+  m.def("fused_mlp" TILEWRIGHT_FUSED_MLP ") -> Tensor");
+  m.def("fused_mlp.out" TILEWRIGHT_FUSED_MLP ", *, Tensor(a!) out) -> ()");
   m.def("bmm(Tensor a, Tensor weight, int n, Tensor? scale=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {
   m.impl("fused_experts", TORCH_BOX(&tilewright::Op<tilewright::fused_experts>::fresh));
   m.impl("fused_experts.out", TORCH_BOX(&tilewright::Op<tilewright::fused_experts>::into));
-  m.impl("shared_expert", TORCH_BOX(&tilewright::Op<tilewright::shared_expert>::fresh));
-  m.impl("shared_expert.out", TORCH_BOX(&tilewright::Op<tilewright::shared_expert>::into));
+  m.impl("fused_mlp", TORCH_BOX(&tilewright::Op<tilewright::fused_mlp>::fresh));
+  m.impl("fused_mlp.out", TORCH_BOX(&tilewright::Op<tilewright::fused_mlp>::into));
   m.impl("bmm", TORCH_BOX(&tilewright::bmm));
 }

@@ -30,7 +30,7 @@ def _limited(text: str, limit: int) -> str:
     return "\n".join(kept)
 
 
-def shown(text: str, limit: int = 200) -> str:
+def quoted(text: str, limit: int = 200) -> str:
     """`text` as a message may show it: on one line, printable, in backticks, shortened in the middle beyond `limit`."""
     text = printable(text)
     if len(text) > limit:
@@ -101,7 +101,7 @@ def check_choice(option: str, value: str | None, choices: Iterable[str]) -> None
     """
     choices = tuple(choices)
     if value is not None and value not in choices:
-        raise OptionError(f"{option}: {shown(str(value))} is not one of {', '.join(choices)}")
+        raise OptionError(f"{option}: {quoted(str(value))} is not one of {', '.join(choices)}")
 
 
 def check_least(option: str, value: float | None, least: float) -> None:

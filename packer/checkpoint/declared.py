@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from tilewright.kernels.errors import shown
+from tilewright.kernels.errors import quoted
 from tilewright.kernels.tensors import Reject
 
 
@@ -64,7 +64,7 @@ class Fields:
             return default
         if not any(value == option and type(value) is type(option) for option in known):
             listed = ", ".join(map(str, known))
-            raise self.fail(key, f"is {shown(str(value))}, which is not read; known: {listed}")
+            raise self.fail(key, f"is {quoted(str(value))}, which is not read; known: {listed}")
         return value
 
     def number(self, key: str, default: int | None = None) -> int:
@@ -72,7 +72,7 @@ class Fields:
         value = self.take(key, default)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool):
-            raise self.fail(key, f"is {shown(str(value))}, an integer is expected")
+            raise self.fail(key, f"is {quoted(str(value))}, an integer is expected")
         return value
 
     def flag(self, key: str, default: bool) -> bool:
@@ -93,14 +93,14 @@ class Fields:
         if value is None:
             return None
         if not isinstance(value, Mapping):
-            raise self.fail(key, f"is {shown(str(value))}, an object is expected")
+            raise self.fail(key, f"is {quoted(str(value))}, an object is expected")
         return Fields(value, self.name(key))
 
     def absent(self, *keys: str) -> None:
         """Keys that change what the numbers mean, and are read only where they are absent, null, false or empty."""
         for key in keys:
             if value := self.take(key):
-                raise self.fail(key, f"is {shown(str(value))}, which is not read")
+                raise self.fail(key, f"is {quoted(str(value))}, which is not read")
 
     def skip(self, *keys: str) -> None:
         """Keys that say nothing about stored weights, whatever their value: how they were made, how they are run."""

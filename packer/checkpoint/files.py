@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from tilewright.kernels.errors import CheckpointError, shown
+from tilewright.kernels.errors import CheckpointError, quoted
 from tilewright.kernels.packed.manifest import MANIFEST_FILE
 from tilewright.kernels.packed.records import read_object
 from tilewright.kernels.packed.safetensors_file import Entry, FileStamp, Header, MappedFile
@@ -97,7 +97,7 @@ def open_checkpoint(source: str | Path, *, consumed: bool = False) -> Checkpoint
     try:
         return _open(source, consumed)
     except OSError as error:
-        raise CheckpointError(f"{shown(str(source))}: cannot be opened: {error.strerror}") from error
+        raise CheckpointError(f"{quoted(str(source))}: cannot be opened: {error.strerror}") from error
 
 
 def _open(source: str | Path, consumed: bool) -> Checkpoint:
@@ -109,7 +109,7 @@ def _open(source: str | Path, consumed: bool) -> Checkpoint:
             raise CheckpointError(f"{path}: a dangling link to {path.readlink()}")
         if not isinstance(source, str) or not is_hub_id(source):
             raise CheckpointError(
-                f"{shown(str(path))}: no such file or directory",
+                f"{quoted(str(path))}: no such file or directory",
                 hint="SOURCE is a directory, a .safetensors file or a hub id such as org/name or org/name@revision",
             )
         path = download(source)

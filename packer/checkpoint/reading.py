@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from tilewright.kernels.errors import VerifyError
-from tilewright.kernels.packed.module_spec import Cut, ModuleSpec
+from tilewright.kernels.packed.module_spec import ModuleSpec, RankSharding
 from tilewright.kernels.tensors import QTensor
 
 from ..families import family_of
@@ -36,10 +36,14 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
     """
     packed = packed_modules(checkpoint)
     for header in checkpoint.headers.values():
-        cut = Cut.from_json(header.metadata["tilewright.cut"]) if "tilewright.cut" in header.metadata else Cut()
-        if cut.ranks > 1:
+        sharding = (
+            RankSharding.from_json(header.metadata["tilewright.cut"])
+            if "tilewright.cut" in header.metadata
+            else RankSharding()
+        )
+        if sharding.ranks > 1:
             raise VerifyError(
-                f"{checkpoint.root}: holds the share of rank {cut.rank} of {cut.ranks}, not a model",
+                f"{checkpoint.root}: holds the share of rank {sharding.rank} of {sharding.ranks}, not a model",
                 hint="verify the uncut packed directory: a cut moves weights and changes none",
             )
     weights = (*_packed_weights(checkpoint, packed), *_stored_tensors(checkpoint))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from tilewright.kernels.errors import CheckpointError, shown
+from tilewright.kernels.errors import CheckpointError, quoted
 from tilewright.kernels.packed.records import read_object
 from tilewright.kernels.packed.safetensors_file import Header, read_header
 
@@ -42,7 +42,7 @@ class Shards:
 def listing(names: list[str]) -> str:
     """The first few of `names` in backticks and how many more there are."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(shown(name) for name in names[:SHOWN]) + more
+    return ", ".join(quoted(name) for name in names[:SHOWN]) + more
 
 
 def find_shards(root: Path, consumed: bool, problems: list[str]) -> Shards:
@@ -130,7 +130,7 @@ def read_headers(root: Path, names: list[str], consumed: bool, problems: list[st
         reason = f"{len(used)} of {len(names)} shards were deleted by a run with --consume: {listing(used)}"
         problems.append(f"{reason}; only the same command with --resume can go on")
     if missing:
-        every = ", ".join(shown(name) for name in missing)
+        every = ", ".join(quoted(name) for name in missing)
         problems.append(f"{len(missing)} of {len(names)} shards are missing: {every}; fetch them")
     return headers
 

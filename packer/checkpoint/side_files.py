@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from tilewright.kernels.errors import shown
+from tilewright.kernels.errors import quoted
 from tilewright.kernels.packed.manifest import MANIFEST_FILE
 
 from .consumed import CONSUMED
@@ -57,7 +57,7 @@ def find_side_files(root: Path, shards: set[str], problems: list[str]) -> tuple[
             if path.suffix in WEIGHT_SUFFIXES or name.endswith(".index.json") or not _may_be_copied(root, root / path):
                 left.append(str(path))
             elif not _is_text(str(path)):
-                problems.append(f"{shown(str(path))}: the name is no UTF-8 text; rename it")
+                problems.append(f"{quoted(str(path))}: the name is no UTF-8 text; rename it")
             else:
                 kept.append(path)
     indexes = [name for name in left if name.endswith(".safetensors.index.json") and "/" not in name]

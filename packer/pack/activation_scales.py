@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tilewright.kernels.packed.module_spec import INPUT_SCALE, Cut, ModuleSpec
+from tilewright.kernels.packed.module_spec import INPUT_SCALE, ModuleSpec, RankSharding
 from tilewright.kernels.tensors import Reject, TensorSpec
 
 from ..plan import Piece, Source, Task
@@ -36,12 +36,12 @@ class LargestStep:
         return {self.name: torch.stack([source.reshape(()).to(torch.float32) for source in sources]).amax().reshape(1)}
 
 
-def reduced_scale(group: ModuleGroup, cut: Cut, spec: ModuleSpec | None) -> Task | Reject | None:
+def reduced_scale(group: ModuleGroup, sharding: RankSharding, spec: ModuleSpec | None) -> Task | Reject | None:
     """The task that makes the one activation scale of a stack.
 
     Args:
         group: The stack.
-        cut: The rank's cut.
+        sharding: The rank, and how many share the model.
         spec: The packed module made of it; None if it is not packed.
 
     Returns:
@@ -50,7 +50,7 @@ def reduced_scale(group: ModuleGroup, cut: Cut, spec: ModuleSpec | None) -> Task
     if spec is None:
         return None
     everywhere = spec.layout.id == OF_ALL_RANKS and group.parts == 2
-    numbers = range(len(group.experts)) if everywhere or cut.ep[1] == 1 else spec.numbers
+    numbers = range(len(group.experts)) if everywhere or sharding.ep[1] == 1 else spec.numbers
     weights = [weight for number in numbers for weight in group.experts[number]]
     names = [name for weight in weights for name in weight.stored.companions if name.endswith(f".{INPUT_SCALE}")]
     if not names:

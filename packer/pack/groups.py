@@ -9,13 +9,13 @@ import torch
 
 from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.layouts.cpu_blocks import row_unit
-from tilewright.kernels.packed.module_spec import Cut
+from tilewright.kernels.packed.module_spec import RankSharding
 from tilewright.kernels.tensors import Reject
 
 from ..checkpoint.matrices import Matrix
 from ..families.experts import ExpertSpellings
 from ..families.family import ModelFamily
-from .cuts import RankSlice, share_of
+from .sharding import RankSlice, rank_slice_of
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,13 @@ class ModuleGroup:
         name: The packed module.
         experts: For each expert (the only one, for a Linear) the matrices that lie one under the other.
         stacked: Whether the module has a dimension of experts.
-        share: Which share of them this rank holds.
+        rank_slice: Which share of them this rank holds.
     """
 
     name: str
     experts: tuple[tuple[Matrix, ...], ...]
     stacked: bool = False
-    share: RankSlice = RankSlice()
+    rank_slice: RankSlice = RankSlice()
 
     @property
     def parts(self) -> int:
@@ -44,12 +44,12 @@ class ModuleGroup:
         """Rows of this rank's share of each Linear, if they are several; else empty."""
         if self.stacked or len(self.experts[0]) == 1:
             return ()
-        return tuple(weight.shape[0] // self.share.rows[1] for weight in self.experts[0])
+        return tuple(weight.shape[0] // self.rank_slice.rows[1] for weight in self.experts[0])
 
     @property
     def numbers(self) -> range:
         """Numbers of the experts that this rank holds."""
-        number, count = self.share.experts
+        number, count = self.rank_slice.experts
         mine = len(self.experts) // count
         return range(mine * number, mine * (number + 1))
 
@@ -57,7 +57,7 @@ class ModuleGroup:
     def matrix(self) -> tuple[int, int]:
         """Logical shape of this rank's share of one expert."""
         n, k = self.whole[-2:]
-        return n // self.share.rows[1], k // self.share.columns[1]
+        return n // self.rank_slice.rows[1], k // self.rank_slice.columns[1]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -136,12 +136,14 @@ class Linear:
         return f"{_tail(self.weight.module)} {self.weight.stored.encoding} {list(self.weight.shape)}{bias}"
 
 
-def join_linears(linears: Mapping[str, Linear], cut: Cut, family: ModelFamily) -> Iterator[ModuleGroup | Reject]:
+def join_linears(
+    linears: Mapping[str, Linear], sharding: RankSharding, family: ModelFamily
+) -> Iterator[ModuleGroup | Reject]:
     """Linears that are multiplied by the same input, as one, if the packed bytes of each stay what they are alone.
 
     Args:
         linears: All Linears of a model by name.
-        cut: The rank's cut; each Linear is cut on its own.
+        sharding: The rank's cut; each Linear is cut on its own.
         family: The family, which knows what is merged.
 
     Yields:
@@ -154,18 +156,18 @@ def join_linears(linears: Mapping[str, Linear], cut: Cut, family: ModelFamily) -
                 continue
             parts = [linears[path + tail] for tail in tails]
             if any(part.format for part in parts):
-                reason = _against_joining(parts, share_of(tails[0], cut, family.axes, is_expert=False))
+                reason = _why_not_joined(parts, rank_slice_of(tails[0], sharding, family.axes, is_expert=False))
                 weights = tuple(part.weight for part in parts)
                 yield Reject(path + name, reason) if reason else ModuleGroup(path + name, (weights,))
 
 
-def _against_joining(parts: Sequence[Linear], share: RankSlice) -> str | None:
+def _why_not_joined(parts: Sequence[Linear], rank_slice: RankSlice) -> str | None:
     fmt = parts[0].format
     if len({part.kind for part in parts}) > 1 or fmt is None:
         return f"its parts differ: {', '.join(map(str, parts))}"
     rows, unit = [part.weight.shape[0] for part in parts], row_unit(fmt)
-    if any(n % (share.rows[1] * unit) for n in rows):
-        each = f" for each of {share.rows[1]} ranks" if share.rows[1] > 1 else ""
+    if any(n % (rank_slice.rows[1] * unit) for n in rows):
+        each = f" for each of {rank_slice.rows[1]} ranks" if rank_slice.rows[1] > 1 else ""
         return f"its parts of {', '.join(map(str, rows))} rows are no whole blocks of {unit}{each}"
     return None
 

@@ -25,7 +25,7 @@ from tilewright.kernels.tensors import QTensor, Reject
 
 from ..checkpoint.matrices import Matrix
 from ..families.config import LATENT_SIZES, text_config
-from .cuts import RankSlice
+from .sharding import RankSlice
 from .steps import read_codes
 
 
@@ -78,7 +78,7 @@ class AbsorbStep:
         prefix: Path of the attention.
         matrix: The matrix.
         source: Format of its codes.
-        share: Which share of it this rank holds.
+        rank_slice: Which share of it this rank holds.
         heads: The heads in that share.
         layout: Layout of the two.
     """
@@ -86,13 +86,13 @@ class AbsorbStep:
     prefix: str
     matrix: Matrix
     source: WeightFormat
-    share: RankSlice
+    rank_slice: RankSlice
     heads: Heads
     layout: Layout
 
     def run(self, sources: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The packed tensors by name."""
-        q = self.share.take(read_codes(self.matrix, sources, self.source))
+        q = self.rank_slice.take(read_codes(self.matrix, sources, self.source))
         keys, values = split_heads(q, self.heads)
         named = {f"{self.prefix}.w_kc.{suffix}": tensor for suffix, tensor in self.layout.pack(keys).items()}
         return named | {f"{self.prefix}.w_vc.{suffix}": tensor for suffix, tensor in self.layout.pack(values).items()}

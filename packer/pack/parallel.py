@@ -38,7 +38,7 @@ def tensor_parallel(weights: Sequence[StoredWeight], config: Mapping[str, Any]) 
     return [
         Degree(
             size,
-            _against_heads(heads, size) or _first(_against(weight, size, kv_heads, axes) for weight in alike.values()),
+            _why_not_heads(heads, size) or _first(_why_not(weight, size, kv_heads, axes) for weight in alike.values()),
         )
         for size in SIZES
     ]
@@ -68,11 +68,11 @@ def _first(reasons: Iterable[str | None]) -> str | None:
     return next((reason for reason in reasons if reason), None)
 
 
-def _against_heads(heads: Any, size: int) -> str | None:
+def _why_not_heads(heads: Any, size: int) -> str | None:
     return f"{heads} attention heads" if isinstance(heads, int) and heads % size else None
 
 
-def _against(weight: StoredWeight, size: int, kv_heads: Any, axes: ParallelAxes) -> str | None:
+def _why_not(weight: StoredWeight, size: int, kv_heads: Any, axes: ParallelAxes) -> str | None:
     """Why this weight cannot be cut into `size` parts."""
     name = weight.module.rpartition(".")[2]
     fmt = FORMATS[weight.stored_format] if weight.quantized and weight.stored_format else None
@@ -80,13 +80,13 @@ def _against(weight: StoredWeight, size: int, kv_heads: Any, axes: ParallelAxes)
     if name in axes.keys_values and isinstance(kv_heads, int) and size > kv_heads > 0:
         size = kv_heads  # devices beyond the number of heads hold copies
     if name in axes.rows:
-        return _against_cut(weight, n, size, fmt.block_n if fmt else 1, "rows")
+        return _why_not_divided(weight, n, size, fmt.block_n if fmt else 1, "rows")
     if name in axes.columns:
-        return _against_cut(weight, k, size, (fmt.block_k or 1) if fmt else 1, "columns")
+        return _why_not_divided(weight, k, size, (fmt.block_k or 1) if fmt else 1, "columns")
     return None
 
 
-def _against_cut(weight: StoredWeight, extent: int, size: int, block: int, what: str) -> str | None:
+def _why_not_divided(weight: StoredWeight, extent: int, size: int, block: int, what: str) -> str | None:
     part = extent / size
     if part % block == 0:
         return None

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from tilewright import __version__
 from tilewright.kernels.formats import FORMATS, WeightFormat
 from tilewright.kernels.layouts.base import Layout
-from tilewright.kernels.packed.module_spec import PACKED_VERSION, QUANT_METHOD, Cut, Gating, ModuleSpec
+from tilewright.kernels.packed.module_spec import PACKED_VERSION, QUANT_METHOD, Gating, ModuleSpec, RankSharding
 from tilewright.kernels.tensors import Reject, TensorSpec
 
 from ..checkpoint import detect_weights, quantization_config
@@ -26,27 +26,27 @@ from ..plan import Copy, Fate, Piece, Plan, Source, Task
 from ..quantize.planner import source_specs
 from ..records.manifest import solver_of
 from .activation_scales import reduced_scale
-from .cuts import RankSlice, cut_of, cut_rejects, share_of
 from .groups import Linear, ModuleGroup, group_experts, join_linears
 from .latent_attention import AbsorbStep, heads_of
+from .sharding import RankSlice, rank_slice_of, sharding_of_rank, sharding_rejects
 from .steps import PackedPart, PackStep
 from .target import PackTarget, scheme_of, source_layout
 
 ROUTER = "router: its scores are computed from the plain weight, in the precision that the model asks for"
 SIXTEEN_BITS = ("bf16", "fp16")  # encodings of stacks of experts that are packed
-WHOLE = Cut()
+WHOLE = RankSharding()
 DEGREES = (1, 2, 4, 8, 16, 32, 64)
 ORDER_HINT = "`quantize-model --experts-order` declares it and writes experts one by one"
 QUANTIZE_HINT = "convert it with `quantize-model` first, which reads it"
 
 
-def plan_pack(checkpoint: Checkpoint, target: PackTarget, cut: Cut = WHOLE) -> Plan:
+def plan_pack(checkpoint: Checkpoint, target: PackTarget, sharding: RankSharding = WHOLE) -> Plan:
     """Decide from headers alone what becomes of every tensor of a 16-bit or quantized checkpoint.
 
     Args:
         checkpoint: The source.
         target: What to pack for.
-        cut: Which share of the model to pack.
+        sharding: Which share of the model to pack.
 
     Returns:
         The plan; its `rejects` say why the source cannot be packed, if it cannot.
@@ -54,17 +54,17 @@ def plan_pack(checkpoint: Checkpoint, target: PackTarget, cut: Cut = WHOLE) -> P
     if is_packed(checkpoint):
         hint = "`--unpack` turns it back into the checkpoint that it was made from"
         return Plan({}, (), {}, {}, rejects=(Reject(str(checkpoint.root), "is packed already", hint),))
-    planner = _Planner(checkpoint, target, cut)
+    planner = _Planner(checkpoint, target, sharding)
     planner.decide()
     return planner.plan()
 
 
 def plan_ranks(checkpoint: Checkpoint, target: PackTarget, tp: int, ep: int) -> list[Plan]:
     """The plan of every rank of a tensor- and expert-parallel run; if it is refused, with the degrees that are not."""
-    plans = [plan_pack(checkpoint, target, cut_of(rank, tp, ep)) for rank in range(max(tp, ep))]
+    plans = [plan_pack(checkpoint, target, sharding_of_rank(rank, tp, ep)) for rank in range(max(tp, ep))]
     if plans[0].rejects and not plan_pack(checkpoint, target).rejects:
-        legal = [size for size in DEGREES if not plan_pack(checkpoint, target, cut_of(0, size, 1)).rejects]
-        dealt = [size for size in DEGREES if not plan_pack(checkpoint, target, cut_of(0, 1, size)).rejects]
+        legal = [size for size in DEGREES if not plan_pack(checkpoint, target, sharding_of_rank(0, size, 1)).rejects]
+        dealt = [size for size in DEGREES if not plan_pack(checkpoint, target, sharding_of_rank(0, 1, size)).rejects]
         hint = f"possible are --tp {', '.join(map(str, legal))}; alone, --ep {', '.join(map(str, dealt))}"
         asked = Reject(f"--tp {tp} --ep {ep}", "this model cannot be cut so", hint)
         plans[0] = replace(plans[0], rejects=(asked, *plans[0].rejects))
@@ -75,7 +75,7 @@ def plan_ranks(checkpoint: Checkpoint, target: PackTarget, tp: int, ep: int) -> 
 class _Planner:
     checkpoint: Checkpoint
     target: PackTarget
-    cut: Cut
+    sharding: RankSharding
     tensors: dict[str, TensorSpec] = field(default_factory=dict)
     tasks: list[Task] = field(default_factory=list)
     fates: dict[str, Fate] = field(default_factory=dict)
@@ -99,7 +99,7 @@ class _Planner:
         specs = source_specs(source)
         inventory = detect_weights(specs, source.config)
         self.rejects += inventory.rejects
-        self.rejects += cut_rejects(source.config, specs, self.cut.tp[1], self.cut.ep[1])
+        self.rejects += sharding_rejects(source.config, specs, self.sharding.tp[1], self.sharding.ep[1])
         matrices = self._matrices(inventory.weights, family)
         stacks: dict[str, list[Matrix]] = {}
         for matrix in matrices:
@@ -165,9 +165,14 @@ class _Planner:
                 "tilewright.packed": PACKED_VERSION,
                 "tilewright.tool": __version__,
                 "tilewright.scheme": scheme,
-                "tilewright.cut": self.cut.to_json(),
+                "tilewright.cut": self.sharding.to_json(),
             },
-            {"job": "pack", "target": repr(self.target), "cut": self.cut.to_json(), "solver": solver_of(source.root)},
+            {
+                "job": "pack",
+                "target": repr(self.target),
+                "cut": self.sharding.to_json(),
+                "solver": solver_of(source.root),
+            },
             rejects=tuple(self.rejects),
             notes=tuple(self.notes),
         )
@@ -183,7 +188,7 @@ class _Planner:
                     linears[matrix.module] = Linear(matrix, fmt, bias)
         groups: dict[str, ModuleGroup] = {}
         apart: dict[str, list[str]] = {}
-        for found in join_linears(linears, self.cut, family):
+        for found in join_linears(linears, self.sharding, family):
             if isinstance(found, Reject):
                 apart.setdefault(found.reason, []).append(found.name)
             else:
@@ -205,7 +210,7 @@ class _Planner:
     def _reduce_scales(self, groups: list[ModuleGroup]) -> None:
         """One static activation scale for each stack, beside those of its experts, which stay as they are."""
         for group in groups:
-            task = reduced_scale(group, self.cut, self.modules.get(group.name))
+            task = reduced_scale(group, self.sharding, self.modules.get(group.name))
             if isinstance(task, Reject):
                 self.rejects.append(task)
             elif task:
@@ -215,7 +220,7 @@ class _Planner:
     def _absorb(self, weight: Matrix) -> None:
         """Add `w_kc` and `w_vc` beside a packed `kv_b_proj`."""
         fmt = self._format(weight)
-        heads = heads_of(weight, self.checkpoint.config, self.cut.tp[1])
+        heads = heads_of(weight, self.checkpoint.config, self.sharding.tp[1])
         if isinstance(heads, Reject):
             self.rejects.append(heads)
         if weight.module not in self.modules or isinstance(heads, Reject) or not isinstance(fmt, WeightFormat):
@@ -231,8 +236,8 @@ class _Planner:
             spec = self.modules[f"{prefix}.{name}"] = ModuleSpec(layout, made, shape)
             outputs |= {f"{prefix}.{name}.{suffix}": tensor for suffix, tensor in spec.tensors().items()}
         self.tensors |= outputs
-        share = share_of(KV_B, self.cut, self._axes, is_expert=False)
-        step = AbsorbStep(prefix, weight, fmt, share, heads, layout)
+        rank_slice = rank_slice_of(KV_B, self.sharding, self._axes, is_expert=False)
+        step = AbsorbStep(prefix, weight, fmt, rank_slice, heads, layout)
         self.tasks.append(Task(weight.sources, tuple(Piece(*output) for output in outputs.items()), step))
         for name in weight.stored.tensors:
             fate = self.fates[name]
@@ -282,7 +287,10 @@ class _Planner:
                 layouts.append(layout)
         if not fmt or not layouts:
             reason = f"{weights[0].stored.encoding} stays as it is"
-            if share_of(weights[0].module.rpartition(".")[2], self.cut, self._axes, groups[0].stacked) != RankSlice():
+            if (
+                rank_slice_of(weights[0].module.rpartition(".")[2], self.sharding, self._axes, groups[0].stacked)
+                != RankSlice()
+            ):
                 self.rejects.append(Reject(groups[0].name, f"{reason}, and only packed matrices are cut"))
             self._copy(dict.fromkeys(name for weight in weights for name in weight.stored.tensors), reason)
         if not fmt or len(layouts) != len(groups):
@@ -299,17 +307,17 @@ class _Planner:
     def _cut(self, group: ModuleGroup, fmt: WeightFormat) -> ModuleGroup:
         """The group with this rank's share of it."""
         first = group.experts[0][0]
-        share = share_of(first.module.rpartition(".")[2], self.cut, self._axes, group.stacked)
+        rank_slice = rank_slice_of(first.module.rpartition(".")[2], self.sharding, self._axes, group.stacked)
         n, k = first.shape
-        if reason := share.against(fmt, n, k):
+        if reason := rank_slice.why_not(fmt, n, k):
             self.rejects.append(Reject(first.module, reason))
             return group
-        if len(group.experts) % share.experts[1]:
+        if len(group.experts) % rank_slice.experts[1]:
             self.rejects.append(
-                Reject(group.name, f"{len(group.experts)} experts are not {share.experts[1]} equal shares")
+                Reject(group.name, f"{len(group.experts)} experts are not {rank_slice.experts[1]} equal shares")
             )
             return group
-        return replace(group, share=share)
+        return replace(group, rank_slice=rank_slice)
 
     def _tensors(self, matrix: Matrix) -> dict[str, TensorSpec]:
         """Suffix -> specification of all tensors under the matrix's module path but its bias."""
@@ -369,7 +377,7 @@ class _Planner:
             for matrix in matrices:
                 sources += [*matrix.sources, *([matrix.bias_source] if matrix.bias_source else [])]
             has_bias = self.modules[group.name].bias_dtype is not None
-            parts.append(PackedPart(group.name, layout, fmt, matrices, has_bias, group.share, group.parts))
+            parts.append(PackedPart(group.name, layout, fmt, matrices, has_bias, group.rank_slice, group.parts))
             one = replace(self.modules[group.name], shape=group.matrix)
             for suffix, piece in one.tensors().items():
                 offset = (number - group.numbers.start) * piece.nbytes

@@ -16,7 +16,7 @@ from ..checkpoint.encoding import first_bad
 from ..checkpoint.matrices import Matrix
 from ..checkpoint.packed import join_rows, split_rows
 from ..plan import NotFiniteError
-from .cuts import RankSlice
+from .sharding import RankSlice
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class PackedPart:
         format: What its codes mean; the matrices give codes of it unchanged.
         matrices: The matrix of each part.
         biases: Whether the bias of each part follows its tensors.
-        share: Which share of each matrix is packed.
+        rank_slice: Which share of each matrix is packed.
         parts: Equal parts of the packed rows that are padded and scaled each on its own.
     """
 
@@ -38,7 +38,7 @@ class PackedPart:
     format: WeightFormat
     matrices: tuple[Matrix, ...]
     biases: bool = False
-    share: RankSlice = RankSlice()
+    rank_slice: RankSlice = RankSlice()
     parts: int = 1
 
     @property
@@ -53,10 +53,10 @@ class PackedPart:
         biases = []
         for matrix in self.matrices:
             codes = read_codes(matrix, [next(remaining) for _ in matrix.sources], self.format)
-            parts.append(self.share.take(codes))
+            parts.append(self.rank_slice.take(codes))
             if self.biases:
                 bias = next(remaining)[slice(*matrix.rows)]
-                biases.append(self.share.take_bias(bias).to(torch.float32))
+                biases.append(self.rank_slice.take_bias(bias).to(torch.float32))
         named = {
             f"{self.output}.{suffix}": tensor
             for suffix, tensor in self.layout.pack(join_rows(parts, self.parts)).items()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from tilewright.kernels.errors import TilewrightError
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.layouts.base import Layout
-from tilewright.kernels.packed.module_spec import INPUT_SCALE, Cut, ModuleSpec, described_modules
+from tilewright.kernels.packed.module_spec import INPUT_SCALE, ModuleSpec, RankSharding, described_modules
 from tilewright.kernels.tensors import Reject, TensorSpec
 
 from ..checkpoint.files import Checkpoint
@@ -26,7 +26,10 @@ def plan_unpack(checkpoint: Checkpoint) -> Plan:
     """
     if not is_packed(checkpoint):
         return Plan({}, (), {}, {}, rejects=(Reject(str(checkpoint.root), "is no packed directory"),))
-    if any(Cut.from_json(h.metadata.get("tilewright.cut", "")) != Cut() for h in checkpoint.headers.values()):
+    if any(
+        RankSharding.from_json(h.metadata.get("tilewright.cut", "")) != RankSharding()
+        for h in checkpoint.headers.values()
+    ):
         reason = "is one rank's share, from which the whole checkpoint cannot be made"
         return Plan({}, (), {}, {}, rejects=(Reject(str(checkpoint.root), reason),))
     tensors: dict[str, TensorSpec] = {}

@@ -15,7 +15,7 @@ from .inputs import QuantConfigInputs
 # SGLang's own buffers begin with. A calibrated value replaces it; engines with dynamic scales never look at it.
 UNCALIBRATED_INPUT_SCALE = 1.0
 
-FUSED = {part: merged.name for merged in MERGED for part in merged.parts}  # TensorRT-LLM's merged modules
+MERGED_NAMES = {part: merged.name for merged in MERGED for part in merged.parts}  # TensorRT-LLM's merged modules
 
 
 def write(output: QuantConfigInputs) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def extra_files(quantized: Iterable[tuple[str, bool]]) -> dict[str, bytes]:
             layers[re.sub(r"\.experts\..*", ".experts", module)] = {"quant_algo": "W4A8_AWQ"}
         else:
             stem, _, last = module.rpartition(".")
-            layers[f"{stem}.{FUSED.get(last, last)}"] = {"quant_algo": "FP8_BLOCK_SCALES"}
+            layers[f"{stem}.{MERGED_NAMES.get(last, last)}"] = {"quant_algo": "FP8_BLOCK_SCALES"}
     mixed = {"quant_algo": "MIXED_PRECISION", "kv_cache_quant_algo": None}
     return {
         "hf_quant_config.json": _dump({"quantization": mixed}),

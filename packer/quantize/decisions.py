@@ -77,7 +77,7 @@ class Decider:
     Attributes:
         config: config.json of the source.
         family: The family of the model.
-        form: The scheme in its chosen spelling.
+        checkpoint_format: How the scheme is stored on disk.
         options: The request.
         group: int4 group size.
         mtp: Names of the tensors of MTP layers.
@@ -88,7 +88,7 @@ class Decider:
 
     config: Mapping[str, Any]
     family: ModelFamily
-    form: CheckpointFormat
+    checkpoint_format: CheckpointFormat
     options: QuantizeOptions
     group: int
     mtp: set[str] = field(default_factory=set)
@@ -159,7 +159,9 @@ class Decider:
             return Decision(role, "drop", dropped, names)
         part, reason = self._part(matrix, role)
         carried = tuple(
-            name for name in weight.companions if name.endswith(SHORT_INPUT_SCALES) and self.form.input_scale
+            name
+            for name in weight.companions
+            if name.endswith(SHORT_INPUT_SCALES) and self.checkpoint_format.input_scale
         )
         return Decision(role, _action((part,)), reason, names, weight, (matrix,), (part,), carried=carried)
 
@@ -179,7 +181,7 @@ class Decider:
         target, reason = self._target(matrix.module, role, matrix.shape, weight)
         module = self.naming(matrix.module)
         scale = None
-        if role == "expert" and target is not None and self.form.input_scale:
+        if role == "expert" and target is not None and self.checkpoint_format.input_scale:
             name = f"{self.family.experts.short(module)}.input_scale"
             carried = {self.naming(companion) for companion in weight.companions}
             scale = None if name in carried else (name, UNCALIBRATED_INPUT_SCALE)
@@ -201,7 +203,7 @@ class Decider:
                 hint = "add --exclude or --include for it, or leave --strict out to copy it as it is"
                 self.rejects.append(Reject(weight.tensors[0], f"{list(weight.shape)}: {KEPT[role]}", hint))
             return None, KEPT[role]
-        target = self.form.target(role, self.group)
+        target = self.checkpoint_format.target(role, self.group)
         reason = "this format leaves all Linears but routed experts in 16 bits"
         if target is not None:
             refused = target.checkpoint_layout.accepts(target.weight_format, shape)

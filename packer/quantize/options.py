@@ -13,6 +13,7 @@ from ..solvers import SOLVERS
 
 MTP = ("convert", "keep", "drop", "draft")
 TIED_HEAD = ("as-source", "tie")
+MANIFEST_NAMES = {"checkpoint_format": "form"}  # as manifests have called it since release 0.1
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class QuantizeOptions:
 
     Attributes:
         scheme: Id of the scheme.
-        form: --format; None takes the scheme's first.
+        checkpoint_format: --format; None takes the scheme's first.
         group_size: int4 group size; None takes the scheme's first.
         exclude: Patterns of modules to leave as they are.
         include: Patterns of modules to quantize although they are left alone by default.
@@ -34,7 +35,7 @@ class QuantizeOptions:
     """
 
     scheme: str
-    form: str | None = None
+    checkpoint_format: str | None = None
     group_size: int | None = None
     exclude: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
@@ -47,7 +48,11 @@ class QuantizeOptions:
 
     def __post_init__(self) -> None:
         check_choice("--scheme", self.scheme, SCHEMES)
-        check_choice("--format", self.form, dict.fromkeys(form for scheme in SCHEMES.values() for form in scheme.forms))
+        check_choice(
+            "--format",
+            self.checkpoint_format,
+            dict.fromkeys(name for scheme in SCHEMES.values() for name in scheme.checkpoint_formats),
+        )
         group = None if self.group_size is None else str(self.group_size)
         check_choice("--group-size", group, map(str, sorted({size for s in SCHEMES.values() for size in s.groups})))
         check_choice("--experts-order", self.experts_order, get_args(ExpertsOrder))
@@ -55,16 +60,17 @@ class QuantizeOptions:
         check_choice("--tied-head", self.tied_head, TIED_HEAD)
 
     def resolved(self) -> dict[str, Any]:
-        """The options with every default filled in.
+        """The options with every default filled in, by the names that they have in manifests.
 
         Raises:
             PlanError: The scheme does not have this format or group size.
         """
         scheme = SCHEMES[self.scheme]
-        form = self.form or next(iter(scheme.forms))
-        if form not in scheme.forms:
+        checkpoint_format = self.checkpoint_format or next(iter(scheme.checkpoint_formats))
+        if checkpoint_format not in scheme.checkpoint_formats:
             raise PlanError(
-                f"scheme {scheme.id} has no format `{form}`", hint=f"use --format {' or '.join(scheme.forms)}"
+                f"scheme {scheme.id} has no format `{checkpoint_format}`",
+                hint=f"use --format {' or '.join(scheme.checkpoint_formats)}",
             )
         if self.group_size and self.group_size not in scheme.groups:
             sizes = ", ".join(map(str, sorted(scheme.groups)))
@@ -72,4 +78,5 @@ class QuantizeOptions:
             raise PlanError(f"scheme {scheme.id} has no group size {self.group_size}", hint=hint)
         group = self.group_size or (scheme.groups[0] if scheme.groups else 128)
         solver = SOLVERS[self.solver or scheme.solver].id
-        return asdict(self) | {"form": form, "group_size": group, "solver": solver}
+        fields = {MANIFEST_NAMES.get(name, name): value for name, value in asdict(self).items()}
+        return fields | {"form": checkpoint_format, "group_size": group, "solver": solver}

@@ -38,27 +38,29 @@ def plan_quantize(checkpoint: Checkpoint, options: QuantizeOptions, device: str 
     if is_packed(checkpoint):
         hint = "pack-for-cpu --unpack turns it back into the checkpoint that it was made from; quantize that"
         return Plan({}, (), {}, {}, rejects=(Reject(str(checkpoint.root), "is packed already", hint),))
-    form = SCHEMES[options.scheme].forms[chosen["form"]]
+    checkpoint_format = SCHEMES[options.scheme].checkpoint_formats[chosen["form"]]
     specs = source_specs(checkpoint)
     inventory = detect_weights(specs, checkpoint.config)
     family = family_of(checkpoint.config)
-    decider = Decider(checkpoint.config, family, form, options, chosen["group_size"], naming=Naming(family.experts))
+    decider = Decider(
+        checkpoint.config, family, checkpoint_format, options, chosen["group_size"], naming=Naming(family.experts)
+    )
     decider.mtp = mtp_tensors(specs, checkpoint.config)
     if options.mtp == "draft":
         decider.naming = Naming(family.experts, draft_layer(decider.mtp))
     decisions = decider.decide(inventory, specs)
     emitter = Emitter(specs, chosen["solver"], decider.naming, device)
     emitter.emit(decisions)
-    unquantized = tuple(unquantized_modules(decisions, specs, form, decider.naming))
-    block = form.config(QuantConfigInputs(unquantized, chosen["group_size"]))
+    unquantized = tuple(unquantized_modules(decisions, specs, checkpoint_format, decider.naming))
+    block = checkpoint_format.config(QuantConfigInputs(unquantized, chosen["group_size"]))
     quantized = [(part.module, decision.role == "expert") for decision in decisions for part in decision.quantized]
-    notes = [*decider.notes, *fused_groups_apart(decisions, family), *foreign_weights(decisions, form)]
+    notes = [*decider.notes, *fused_groups_apart(decisions, family), *foreign_weights(decisions, checkpoint_format)]
     notes += group_advice(decisions, SCHEMES[options.scheme].groups, chosen["group_size"])
     rejects = [
         *inventory.rejects,
         *decider.rejects,
         *emitter.rejects,
-        *_refusals(checkpoint, options, form, decisions, specs),
+        *_refusals(checkpoint, options, checkpoint_format, decisions, specs),
     ]
     notes += [] if checkpoint.config else ["the source has no config.json"]
     config, config_notes = output_config(checkpoint.config, block, options, bool(decider.mtp))
@@ -69,7 +71,7 @@ def plan_quantize(checkpoint: Checkpoint, options: QuantizeOptions, device: str 
         config=config,
         metadata={"format": "pt"},
         options={"job": "quantize", **chosen},
-        extra_files=form.extra_files(quantized) if form.extra_files else {},
+        extra_files=checkpoint_format.extra_files(quantized) if checkpoint_format.extra_files else {},
         stale_files=STALE_FILES,
         rejects=tuple(rejects),
         notes=(*notes, *config_notes),
@@ -89,7 +91,7 @@ def source_specs(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
 def _refusals(
     checkpoint: Checkpoint,
     options: QuantizeOptions,
-    form: CheckpointFormat,
+    checkpoint_format: CheckpointFormat,
     decisions: list[Decision],
     specs: dict[str, TensorSpec],
 ) -> list[Reject]:
@@ -103,7 +105,7 @@ def _refusals(
     elif not any(decision.quantized for decision in decisions):
         reason = "nothing would be quantized: no Linear that a rule knows is left"
         rejects.append(Reject(checkpoint.root.name, reason, "see --dry-run for what became of each tensor"))
-    if form.ignores_exclusions:
+    if checkpoint_format.ignores_exclusions:
         rejects += [
             Reject(
                 decision.weight.tensors[0],

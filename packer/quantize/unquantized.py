@@ -13,7 +13,7 @@ from .decisions import Decision
 
 
 def unquantized_modules(
-    decisions: Sequence[Decision], specs: Mapping[str, TensorSpec], form: CheckpointFormat, naming: Naming
+    decisions: Sequence[Decision], specs: Mapping[str, TensorSpec], checkpoint_format: CheckpointFormat, naming: Naming
 ) -> list[str]:
     """Full dotted paths of all modules that hold a matrix which is not quantized, in source order.
 
@@ -24,7 +24,7 @@ def unquantized_modules(
     modules: dict[str, None] = {}
     experts: dict[str, bool] = {}  # container -> whether any of its experts is quantized
     for decision in decisions:
-        if decision.action == "drop" or (decision.weight and _as_engines_expect(decision, form)):
+        if decision.action == "drop" or (decision.weight and _as_engines_expect(decision, checkpoint_format)):
             continue
         for module, quantized in _matrices(decision, specs, naming):
             container = naming.experts.container(module)
@@ -46,9 +46,9 @@ def _matrices(decision: Decision, specs: Mapping[str, TensorSpec], naming: Namin
     return [(naming(name).removesuffix(".weight"), False)] if is_matrix else []
 
 
-def _as_engines_expect(decision: Decision, form: CheckpointFormat) -> bool:
+def _as_engines_expect(decision: Decision, checkpoint_format: CheckpointFormat) -> bool:
     """Whether an untouched weight of a quantized source already is what the new config promises."""
-    weight, target = decision.weight, form.target(decision.role, 128)
+    weight, target = decision.weight, checkpoint_format.target(decision.role, 128)
     if decision.action != "keep" or not weight or not weight.quantized or not target:
         return False
     suffixes = {name.rpartition(".")[2] for name in weight.tensors}
@@ -72,7 +72,7 @@ def group_advice(decisions: Sequence[Decision], groups: Sequence[int], group: in
     return [f"Linears with K = {listed} stay in 16 bits: no multiple of group {group}; {advice}"]
 
 
-def foreign_weights(decisions: Sequence[Decision], form: CheckpointFormat) -> list[str]:
+def foreign_weights(decisions: Sequence[Decision], checkpoint_format: CheckpointFormat) -> list[str]:
     """A line about weights of a quantized source that keep bytes which the new config does not describe."""
     foreign = [
         decision.weight
@@ -80,7 +80,7 @@ def foreign_weights(decisions: Sequence[Decision], form: CheckpointFormat) -> li
         if decision.action == "keep"
         and decision.weight
         and decision.weight.quantized
-        and not _as_engines_expect(decision, form)
+        and not _as_engines_expect(decision, checkpoint_format)
     ]
     if not foreign:
         return []

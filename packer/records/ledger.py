@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilewright.kernels.errors import CheckpointError, shown
+from tilewright.kernels.errors import CheckpointError, quoted
 from tilewright.kernels.packed.records import (
     RecordError,
     as_integers,
@@ -50,7 +50,7 @@ class LedgerEntry:
         Raises:
             RecordError: A field is missing or of a wrong type.
         """
-        what = f"tensor {shown(name)}"
+        what = f"tensor {quoted(name)}"
         fields = as_object(value, what)
         return LedgerEntry(
             as_text(field(fields, "fate"), f"`fate` of {what}"),

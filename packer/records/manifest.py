@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from tilewright.kernels.errors import shown
+from tilewright.kernels.errors import quoted
 from tilewright.kernels.packed.manifest import MANIFEST_FILE, difference, read_manifest
 
 from ..progress import Progress, Silent
@@ -71,7 +71,7 @@ def check_files(root: Path, shards: Collection[str], progress: Progress | None =
             reason = difference(root / name, one) if _below(name) else "leads out of the directory"
             if reason:
                 place = str(root / name)
-                damaged.append(f"{place if place.isprintable() else shown(place)}: {reason}")
+                damaged.append(f"{place if place.isprintable() else quoted(place)}: {reason}")
             progress.advance(one.size)
     finally:
         progress.finish()

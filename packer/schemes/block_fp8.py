@@ -11,7 +11,7 @@ COMPRESSED = StorageSpec("fp8", "block-fp8-ct")
 
 BLOCK_FP8 = Scheme(
     id="block-fp8",
-    forms={
+    checkpoint_formats={
         "native": CheckpointFormat(NATIVE, NATIVE, fp8.write),
         "compressed-tensors": CheckpointFormat(COMPRESSED, COMPRESSED, compressed_tensors.write_block_fp8),
     },

@@ -10,7 +10,7 @@ CHANNEL = StorageSpec("int8", "int8-channel")
 
 INT8 = Scheme(
     id="int8",
-    forms={
+    checkpoint_formats={
         "native": CheckpointFormat(CHANNEL, CHANNEL, w8a8_int8.write),
         "compressed-tensors": CheckpointFormat(CHANNEL, CHANNEL, compressed_tensors.write_int8),
     },

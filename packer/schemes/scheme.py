@@ -55,7 +55,7 @@ class CheckpointFormat:
     """A scheme in the spelling of one family of engines.
 
     Attributes:
-        linear: What a Linear gets; None leaves it in 16 bits by design of the form.
+        linear: What a Linear gets; None leaves it in 16 bits by design of the checkpoint format.
         expert: What a routed expert gets.
         config: Writes the quantization_config block.
         ignores_exclusions: Engines read no list of unquantized modules: every Linear has to be quantized.
@@ -82,12 +82,12 @@ class Scheme:
 
     Attributes:
         id: Name on the command line.
-        forms: --format -> form; the first one is the default.
+        checkpoint_formats: --format -> names and dtypes on disk; the first one is the default.
         solver: Id of the default solver.
         groups: Group sizes that may be asked for; empty where the scheme has none to choose.
     """
 
     id: str
-    forms: Mapping[str, CheckpointFormat] = field(default_factory=dict)
+    checkpoint_formats: Mapping[str, CheckpointFormat] = field(default_factory=dict)
     solver: str = "rtn"
     groups: tuple[int, ...] = ()

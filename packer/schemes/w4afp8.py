@@ -13,7 +13,7 @@ from .scheme import CheckpointFormat, Scheme, StorageSpec
 
 W4AFP8 = Scheme(
     id="w4afp8",
-    forms={
+    checkpoint_formats={
         "native": CheckpointFormat(
             BLOCK_FP8,
             StorageSpec("int4-g128", "w4afp8-expert"),

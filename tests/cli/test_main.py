@@ -47,7 +47,9 @@ def test_choices_are_what_the_registries_hold() -> None:
     calibrating = set(get_args(Kind)) - {"scales"}
     assert set(CALIBRATING) == calibrating
     assert set(quantize_model.SOLVERS) == set(SOLVERS) | calibrating
-    assert set(quantize_model.FORMS) == {form for scheme in SCHEMES.values() for form in scheme.forms}
+    assert set(quantize_model.CHECKPOINT_FORMATS) == {
+        form for scheme in SCHEMES.values() for form in scheme.checkpoint_formats
+    }
     assert list(COMMANDS)[0] == "quantize-model"
 
 

@@ -61,7 +61,7 @@ def test_a_changed_checkpoint_is_packed_anew(source: Path, tmp_path: Path) -> No
 def test_ranks(source: Path) -> None:
     packed = packed_once(source, None, tp=2)
     assert (packed / "config.json").is_file()
-    assert {load_packed(packed, rank).cut.tp for rank in (0, 1)} == {(0, 2), (1, 2)}
+    assert {load_packed(packed, rank).sharding.tp for rank in (0, 1)} == {(0, 2), (1, 2)}
     assert packed_once(source, None, tp=2) == packed
 
 

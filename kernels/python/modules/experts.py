@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ..errors import KernelUnavailableError
-from ..ops.experts import ACTIVATIONS, fused_experts, shared_expert
+from ..ops.experts import ACTIVATIONS, fused_experts, fused_mlp
 from ..packed.module_spec import Gating
 from .weight import PackedWeight, Reduce, refuse_gradient
 
@@ -27,7 +27,7 @@ class PackedStack(PackedWeight):
     @property
     def operator(self) -> str:
         """One operator for all kinds of weights."""
-        return shared_expert.__name__ if len(self.spec.shape) == 2 else self.kernel.experts().operator
+        return fused_mlp.__name__ if len(self.spec.shape) == 2 else self.kernel.experts().operator
 
 
 class PackedExperts(nn.Module):

@@ -7,14 +7,14 @@ from torch import nn
 
 from ..errors import KernelUnavailableError
 from ..layouts.cpu_blocks import row_unit
-from ..ops.experts import ACTIVATIONS, shared_expert
+from ..ops.experts import ACTIVATIONS, fused_mlp
 from .experts import PackedStack
 from .linear import PackedLinear
 from .weight import Reduce, refuse_gradient
 
 
 class PackedMlp(nn.Module):
-    """`y = down(act(gate(x)) * up(x))` by `ops.experts.shared_expert`; `reference_experts.py` states the arithmetic.
+    """`y = down(act(gate(x)) * up(x))` by `ops.experts.fused_mlp`; `reference_experts.py` states the arithmetic.
 
     Three Linears would round gate, up, the activation and the product to the dtype of `x`; here the product alone is
     rounded, to bf16.
@@ -53,7 +53,7 @@ class PackedMlp(nn.Module):
         """Run every token through it: x fp32, bf16 or fp16 [.., H] -> the same."""
         weight13, scale13, zeros13, bias13 = self.gate_up_proj.operands()
         weight2, scale2, zeros2, bias2 = self.down_proj.operands()
-        y = shared_expert(
+        y = fused_mlp(
             x,
             weight13,
             weight2,

@@ -5,7 +5,7 @@
 
 from .._native import IsaStatus, isa, kernel_report, release_scratch, select_isa
 from .attention import attend
-from .experts import fused_experts, shared_expert
+from .experts import fused_experts, fused_mlp
 from .linear import bmm, linear_bf16, linear_fp8, linear_int4, linear_int8
 
 __all__ = [
@@ -21,5 +21,5 @@ __all__ = [
     "linear_int8",
     "release_scratch",
     "select_isa",
-    "shared_expert",
+    "fused_mlp",
 ]

@@ -18,7 +18,7 @@ from . import fakes
 
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
 _FUSED_EXPERTS, _FUSED_EXPERTS_OUT = torch.ops.tilewright.fused_experts.default, torch.ops.tilewright.fused_experts.out
-_SHARED_EXPERT, _SHARED_EXPERT_OUT = torch.ops.tilewright.shared_expert.default, torch.ops.tilewright.shared_expert.out
+_FUSED_MLP, _FUSED_MLP_OUT = torch.ops.tilewright.fused_mlp.default, torch.ops.tilewright.fused_mlp.out
 
 
 def fused_experts(
@@ -108,7 +108,7 @@ def fused_experts(
     return result
 
 
-def shared_expert(
+def fused_mlp(
     x: Tensor,
     w13: Tensor,
     w2: Tensor,
@@ -188,9 +188,9 @@ def shared_expert(
         w2_rotation,
     )
     if out is not None:
-        _SHARED_EXPERT_OUT(*arguments, out=out)
+        _FUSED_MLP_OUT(*arguments, out=out)
         return out
-    result: Tensor = _SHARED_EXPERT(*arguments)
+    result: Tensor = _FUSED_MLP(*arguments)
     return result
 
 
@@ -198,6 +198,6 @@ def _fake_experts(x: Tensor, *_rest: object, **_named: object) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-for _name in ("fused_experts", "shared_expert"):
+for _name in ("fused_experts", "fused_mlp"):
     fakes.register(_name, _fake_experts)
     fakes.register(f"{_name}.out", fakes.nothing)

@@ -135,7 +135,7 @@ def fused_experts(
     return (total * torch.tensor(routed_scale)).to(x.dtype)
 
 
-def shared_expert(
+def fused_mlp(
     shared: Tensor,
     dtype: torch.dtype,
     fused_out: Tensor | None = None,

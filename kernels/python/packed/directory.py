@@ -13,7 +13,7 @@ from ..modules import PackedExperts, PackedLinear, PackedStack, build_experts, b
 from ..modules.weight import check_activation_scales
 from ..tensors import TensorSpec
 from .manifest import MANIFEST_FILE, difference, read_manifest
-from .module_spec import INPUT_SCALE, PACKED_VERSION, Cut, Gating, ModuleSpec, described_modules
+from .module_spec import INPUT_SCALE, PACKED_VERSION, Gating, ModuleSpec, RankSharding, described_modules
 from .records import read_object
 from .reorder import reorder, reordered_spec
 from .safetensors_file import Header, MappedFile, read_header
@@ -39,7 +39,7 @@ class PackedCheckpoint(Mapping[str, PackedModule]):
         root: The directory.
         config: Its config.json.
         scheme: Scheme id, or `none` for plain 16-bit weights.
-        cut: Which share of the model this is.
+        sharding: Which share of the model this is.
         specs: Stored modules by name.
         joined: Linears that were joined: name -> the stored module that holds its rows.
         experts: Names of routed experts, each of which has two stacks, `<name>.w13` and `<name>.w2`.
@@ -55,9 +55,9 @@ class PackedCheckpoint(Mapping[str, PackedModule]):
         self.device = device
         first = headers[0].metadata
         self.scheme = first.get("tilewright.scheme", "none")
-        self.cut = Cut.from_json(first.get("tilewright.cut", ""))
+        self.sharding = RankSharding.from_json(first.get("tilewright.cut", ""))
         self._files = {name: header for header in headers for name in header.entries}
-        self.specs = _read_specs(headers, self.cut)
+        self.specs = _read_specs(headers, self.sharding)
         stacks = {name.rpartition(".")[0] for name, spec in self.specs.items() if len(spec.shape) == 3}
         self.experts = {name for name in stacks if {f"{name}.{UPPER}", f"{name}.{LOWER}"} <= self.specs.keys()}
         self.joined = {part: name for name, spec in self.specs.items() for part in spec.linears()}
@@ -212,8 +212,8 @@ def load_packed(
     headers = _read_headers(root)
     _check_files(root, headers, verify_checksums)
     packed = PackedCheckpoint(root, headers, device, activation_scales)
-    if rank is not None and packed.cut.rank != rank:
-        raise CheckpointError(f"{root}: holds rank {packed.cut.rank} of {packed.cut.ranks}, not rank {rank}")
+    if rank is not None and packed.sharding.rank != rank:
+        raise CheckpointError(f"{root}: holds rank {packed.sharding.rank} of {packed.sharding.ranks}, not rank {rank}")
     if problems := packed.problems():
         raise CheckpointError(f"{root}: cannot be run:\n  " + "\n  ".join(problems), hint=RUN_HINT)
     return packed
@@ -289,7 +289,7 @@ def _why_not_beside(name: str, specs: Mapping[str, ModuleSpec]) -> str | None:
     return None
 
 
-def _read_specs(headers: list[Header], cut: Cut) -> dict[str, ModuleSpec]:
+def _read_specs(headers: list[Header], sharding: RankSharding) -> dict[str, ModuleSpec]:
     specs: dict[str, ModuleSpec] = {}
     problems = []
     for header in headers:
@@ -301,7 +301,9 @@ def _read_specs(headers: list[Header], cut: Cut) -> dict[str, ModuleSpec]:
     taken = set(specs)
     for name, spec in specs.items():
         problems += [f"{name}: `{part}`, a part of it, is a module already" for part in spec.linears() if part in taken]
-        problems += [f"{name}: {reason}" for reason in (spec.why_not_of(cut), _why_not_beside(name, specs)) if reason]
+        problems += [
+            f"{name}: {reason}" for reason in (spec.why_not_in(sharding), _why_not_beside(name, specs)) if reason
+        ]
         taken |= spec.linears().keys()
     if not specs and not problems:
         problems.append("no shard describes a packed module")

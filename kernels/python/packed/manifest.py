@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, shown
+from ..errors import CheckpointError, quoted
 from .records import RecordError, as_integer, as_object, as_text, check_schema, field, read_json
 
 MANIFEST_FILE = "manifest.json"
@@ -83,8 +83,8 @@ class Manifest:
             as_text(field(record, "tilewright"), "`tilewright`"),
             as_text(field(record, "plan"), "`plan`"),
             as_object(field(record, "options"), "`options`"),
-            {name: as_integer(version, f"the version of layout {shown(name)}") for name, version in layouts.items()},
-            {name: FileRecord.from_json(one, f"file {shown(name)}") for name, one in files.items()},
+            {name: as_integer(version, f"the version of layout {quoted(name)}") for name, version in layouts.items()},
+            {name: FileRecord.from_json(one, f"file {quoted(name)}") for name, one in files.items()},
         )
 
 

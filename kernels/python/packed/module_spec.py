@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, LayoutError, TilewrightError, shown
+from ..errors import CheckpointError, LayoutError, TilewrightError, quoted
 from ..formats import FORMATS, WeightFormat
 from ..layouts import LAYOUTS
 from ..layouts.base import Layout
@@ -37,7 +37,7 @@ def whole_number(value: object) -> int:
 
 
 @dataclass(frozen=True)
-class Cut:
+class RankSharding:
     """Which share of a model lies in a directory.
 
     Attributes:
@@ -53,7 +53,7 @@ class Cut:
         return json.dumps({"tp": list(self.tp), "ep": list(self.ep)})
 
     @staticmethod
-    def from_json(text: str) -> Cut:
+    def from_json(text: str) -> RankSharding:
         """The inverse of `to_json`.
 
         Raises:
@@ -65,9 +65,9 @@ class Cut:
             for rank, size in ((tp_rank, tp_size), (ep_rank, ep_size)):
                 if not 0 <= whole_number(rank) < whole_number(size) <= MOST_RANKS:
                     raise ValueError(f"rank {rank} of {size}")
-            return Cut((tp_rank, tp_size), (ep_rank, ep_size))
+            return RankSharding((tp_rank, tp_size), (ep_rank, ep_size))
         except (KeyError, TypeError, ValueError, RecursionError) as error:
-            raise LayoutError(f"`tilewright.cut` is {shown(text)}, which describes no cut") from error
+            raise LayoutError(f"`tilewright.cut` is {quoted(text)}, which describes no cut") from error
 
     @property
     def ranks(self) -> int:
@@ -147,7 +147,7 @@ class ModuleSpec:
         return range(self.first_expert, self.first_expert + self.shape[0])
 
     @property
-    def is_summand(self) -> bool:
+    def needs_all_reduce(self) -> bool:
         """Whether results have to be added up over all ranks: this one has some of the columns or of the experts."""
         return bool(self.whole) and (self.whole[-1], self.whole[:-2]) != (self.shape[-1], self.shape[:-2])
 
@@ -179,7 +179,7 @@ class ModuleSpec:
             specs["bias"] = TensorSpec(torch.float32, self.shape[:-1])
         return specs
 
-    def _against_sources(self) -> Reject | None:
+    def _why_not_sources(self) -> Reject | None:
         """Why it cannot have been made of the modules that it names, or None if it can."""
         rows, names, whole = self.source_rows, self.sources, self.whole or self.shape
         if len(whole) != len(self.shape) or any(size < mine for size, mine in zip(whole, self.shape, strict=True)):
@@ -196,7 +196,7 @@ class ModuleSpec:
             return Reject("sources", f"{', '.join(names)}: `{{}}` must stand once in those of a stack, nowhere else")
         return None
 
-    def _against_joined(self) -> Reject | None:
+    def _why_not_joined(self) -> Reject | None:
         """Why its rows cannot be those of the Linears that it names, or None if they can."""
         unit = row_unit(self.format)
         if not self.joined:
@@ -207,18 +207,22 @@ class ModuleSpec:
             return Reject("joined", f"{list(self.joined)} are no multiples of {unit}")
         return None
 
-    def why_not_of(self, cut: Cut) -> str | None:
+    def why_not_in(self, sharding: RankSharding) -> str | None:
         """Why it cannot lie in a directory of this cut, or None if it can."""
         if not self.whole:
             return None
         axes = [whole // mine for whole, mine in zip(self.whole, self.shape, strict=True)]
         dealt = len(axes) == 3 and axes[0] > 1
-        if dealt and (axes[0] != cut.ep[1] or self.first_expert != cut.ep[0] * self.shape[0]):
+        if dealt and (axes[0] != sharding.ep[1] or self.first_expert != sharding.ep[0] * self.shape[0]):
             mine = f"experts {self.first_expert} to {self.first_expert + self.shape[0] - 1} of {self.whole[0]}"
-            return f"{mine} are not the share of rank {cut.ep[0]} of {cut.ep[1]}"
-        inner = {1, cut.tp[1], cut.tp[1] // cut.ep[1]}  # where experts are dealt out first, their matrices are cut less
+            return f"{mine} are not the share of rank {sharding.ep[0]} of {sharding.ep[1]}"
+        inner = {
+            1,
+            sharding.tp[1],
+            sharding.tp[1] // sharding.ep[1],
+        }  # where experts are dealt out first, their matrices are cut less
         if any(axis not in inner for axis in axes[-2:]):
-            return f"{list(self.shape)} of {list(self.whole)} is not the share of one rank of {cut.tp[1]}"
+            return f"{list(self.shape)} of {list(self.whole)} is not the share of one rank of {sharding.tp[1]}"
         return None
 
     def to_json(self) -> dict[str, Any]:
@@ -277,8 +281,8 @@ class ModuleSpec:
             )
             if len(spec.shape) not in {2, 3} or spec.parts < 1 or spec.shape[-2] % spec.parts or min(spec.shape) < 1:
                 raise ValueError(f"{spec.parts} parts of shape {list(spec.shape)}")
-            reject = layout.accepts(spec.format, spec.shape, spec.parts) or spec._against_joined()
-            reject = reject or spec._against_sources()
+            reject = layout.accepts(spec.format, spec.shape, spec.parts) or spec._why_not_joined()
+            reject = reject or spec._why_not_sources()
             if spec.rotation:
                 reject = reject or spec.rotation.why_not(spec.format, spec.shape[-1])
         except TilewrightError as error:
@@ -312,5 +316,5 @@ def described_modules(header: Header) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{header.path}: `tilewright.modules` is not valid JSON: {error}") from error
     if not isinstance(modules, dict):
-        raise CheckpointError(f"{header.path}: `tilewright.modules` is {shown(text)}, a JSON object is expected")
+        raise CheckpointError(f"{header.path}: `tilewright.modules` is {quoted(text)}, a JSON object is expected")
     return modules

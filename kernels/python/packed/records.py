@@ -11,7 +11,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, shown
+from ..errors import CheckpointError, quoted
 
 MAX_DEPTH = 64  # of nested arrays and objects: far more than any record has, far less than what exhausts a stack
 MAX_INTEGER = 2**63 - 1
@@ -42,7 +42,7 @@ def parse_json(content: bytes | str, *, constants: bool = False) -> Any:
     except UnicodeDecodeError as error:
         raise RecordError(f"is not UTF-8: byte {error.start} is {content[error.start]!r}") from None
     except ValueError as error:
-        raise RecordError(f"is not valid JSON: {shown(str(error))}") from None
+        raise RecordError(f"is not valid JSON: {quoted(str(error))}") from None
     _check_tree(value, strings="\\ud" in text.lower())
     return value
 
@@ -54,7 +54,7 @@ def _refuse(constant: str) -> None:
 def _finite(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise RecordError(f"holds the number {shown(text)}; only finite numbers are allowed")
+        raise RecordError(f"holds the number {quoted(text)}; only finite numbers are allowed")
     return value
 
 
@@ -81,7 +81,7 @@ def _check_text(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise RecordError(f"holds {shown(text)}, half of a surrogate pair, which is no text") from None
+        raise RecordError(f"holds {quoted(text)}, half of a surrogate pair, which is no text") from None
 
 
 def read_json(path: Path, *, constants: bool = False, hint: str | None = None) -> Any:
@@ -136,7 +136,7 @@ def as_text(value: Any, what: str) -> str:
 def as_integer(value: Any, what: str, least: int = 0, most: int = MAX_INTEGER) -> int:
     """`value` if it is an integer from `least` to `most`."""
     if type(value) is not int or not least <= value <= most:
-        raise RecordError(f"{what} is {shown(str(value), 60)}, an integer from {least} to {most} is expected")
+        raise RecordError(f"{what} is {quoted(str(value), 60)}, an integer from {least} to {most} is expected")
     return value
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CheckpointError, shown
+from ..errors import CheckpointError, quoted
 from ..tensors import TensorSpec
 
 DTYPES: dict[str, torch.dtype] = {
@@ -179,7 +179,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         seen: set[str] = set()
         for name, _ in pairs:
             if name in seen:
-                raise ValueError(f"{shown(name)} appears twice")
+                raise ValueError(f"{quoted(name)} appears twice")
             seen.add(name)
     return result
 
@@ -204,7 +204,7 @@ def _place(found: list[tuple[str, TensorSpec, int, int]], data_start: int) -> di
         if start != position:
             kind = "a hole" if start > position else "an overlap"
             raise ValueError(
-                f"{shown(name)} starts at data byte {start}, the tensor before it ends at {position}: {kind}"
+                f"{quoted(name)} starts at data byte {start}, the tensor before it ends at {position}: {kind}"
             )
         entries[name] = Entry(spec, data_start + start)
         position = end
@@ -218,9 +218,9 @@ def _entry(name: str, fields: Any) -> tuple[str, TensorSpec, int, int]:
             raise ValueError("is no name for a tensor")
         return name, *_place_of(fields)
     except UnicodeEncodeError:
-        raise ValueError(f"{shown(name)} is no name for a tensor") from None
+        raise ValueError(f"{quoted(name)} is no name for a tensor") from None
     except ValueError as error:
-        raise ValueError(f"{shown(name)} {error}") from None
+        raise ValueError(f"{quoted(name)} {error}") from None
 
 
 def _place_of(fields: Any) -> tuple[TensorSpec, int, int]:
@@ -228,15 +228,15 @@ def _place_of(fields: Any) -> tuple[TensorSpec, int, int]:
         raise ValueError("needs dtype, shape and data_offsets and nothing else")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise ValueError(f"has dtype {shown(str(dtype))}, known are {', '.join(DTYPES)}")
+        raise ValueError(f"has dtype {quoted(str(dtype))}, known are {', '.join(DTYPES)}")
     if not _naturals(shape) or len(shape) > MAX_RANK:
-        raise ValueError(f"has shape {shown(str(shape))}, up to {MAX_RANK} natural numbers are expected")
+        raise ValueError(f"has shape {quoted(str(shape))}, up to {MAX_RANK} natural numbers are expected")
     if not _naturals(offsets) or len(offsets) != 2:
-        raise ValueError(f"has data_offsets {shown(str(offsets))}, two natural numbers are expected")
+        raise ValueError(f"has data_offsets {quoted(str(offsets))}, two natural numbers are expected")
     spec = TensorSpec(DTYPES[dtype], tuple(shape))
     if offsets[1] - offsets[0] != spec.nbytes:
-        size, room = shown(str(spec.nbytes)), offsets[1] - offsets[0]
-        raise ValueError(f"is {dtype} {shown(str(shape))}, {size} bytes, but its data_offsets leave {room}")
+        size, room = quoted(str(spec.nbytes)), offsets[1] - offsets[0]
+        raise ValueError(f"is {dtype} {quoted(str(shape))}, {size} bytes, but its data_offsets leave {room}")
     return spec, offsets[0], offsets[1]
 
 

@@ -108,7 +108,7 @@ def test_report_names_the_operator() -> None:
     mlp, _ = mlp_of("int8")
     uses = {use.module: use.kernel for use in report_kernels(nn.Sequential(mlp))}
     assert uses.keys() == {"0.gate_up_proj", "0.down_proj"}
-    assert all(kernel.startswith("shared_expert on ") for kernel in uses.values())
+    assert all(kernel.startswith("fused_mlp on ") for kernel in uses.values())
     assert "activation=silu" in repr(mlp)
 
 

@@ -149,7 +149,7 @@ def test_experts(isa: str, kind: str, group: int, rotations: tuple[int, int]) ->
         assert torch.equal(y, reference_experts.fused_experts(x, weights, ids, expert, 1.0)), m
         first = {name: tensor[0] for name, tensor in given.items()}
         one = reference_experts.fused_experts(x, torch.ones(m, 1), torch.zeros(m, 1, dtype=torch.int64), expert, 1.0)
-        assert torch.equal(ops.shared_expert(x, inner=inner, **first, **options), one), m
+        assert torch.equal(ops.fused_mlp(x, inner=inner, **first, **options), one), m
 
 
 def test_outliers_cost_less(isa: str) -> None:

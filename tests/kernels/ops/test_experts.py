@@ -258,7 +258,7 @@ def test_nan_stays_with_its_token_and_infinity_is_not_made(isa: str, kind: str) 
 def shared(layer: Layer, x: torch.Tensor, **options: Any) -> torch.Tensor:
     """The first expert of a stack, its tensors without the axis of experts."""
     mine = {name: v[0] if isinstance(v, torch.Tensor) else v for name, v in layer.arguments().items()}
-    return ops_experts.shared_expert(x, **mine, **options)
+    return ops_experts.fused_mlp(x, **mine, **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -273,7 +273,7 @@ def test_shared_expert(isa: str, kind: str, dtype: torch.dtype) -> None:
         given = {"gate": gate, "fused_out": fused, "fused_scale": 2.5}
         for names in ((), ("gate",), ("fused_out", "fused_scale"), tuple(given)):
             options = {name: given[name] for name in names}
-            expected = reference_experts.shared_expert(y, dtype, **options)
+            expected = reference_experts.fused_mlp(y, dtype, **options)
             check(layer, shared(layer, x, **options), expected)
         assert torch.equal(x, before)
 

@@ -53,10 +53,10 @@ def test_opcheck_of_the_shared_expert(kind: str) -> None:
     checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     call = {name: v[0] if isinstance(v, torch.Tensor) else v for name, v in arguments(kind).items()}
     call |= {"fused_out": X + 1, "gate": torch.randn(3, 1)}
-    torch.library.opcheck(torch.ops.tilewright.shared_expert.default, (X,), call, test_utils=checks)
+    torch.library.opcheck(torch.ops.tilewright.fused_mlp.default, (X,), call, test_utils=checks)
 
     def layer(x: torch.Tensor) -> torch.Tensor:
-        return ops_experts.shared_expert(x, **call) * 2
+        return ops_experts.fused_mlp(x, **call) * 2
 
     assert torch.equal(torch.compile(layer, fullgraph=True, backend="aot_eager")(X), layer(X))
 
@@ -129,8 +129,8 @@ def test_the_shared_expert_is_added_in_place(kind: str) -> None:
     call = {name: v[0] if isinstance(v, torch.Tensor) else v for name, v in arguments(kind).items()}
     x = torch.randn(2, 70, HIDDEN)
     routed = torch.randn(2, 70, HIDDEN)
-    expected = ops_experts.shared_expert(x, **call, fused_out=routed)
-    assert ops_experts.shared_expert(x, **call, fused_out=routed, out=routed) is routed
+    expected = ops_experts.fused_mlp(x, **call, fused_out=routed)
+    assert ops_experts.fused_mlp(x, **call, fused_out=routed, out=routed) is routed
     assert torch.equal(routed, expected)
     with pytest.raises(RuntimeError, match=r"out is \[140, 64\]"):
-        ops_experts.shared_expert(x, **call, out=routed.view(140, HIDDEN))
+        ops_experts.fused_mlp(x, **call, out=routed.view(140, HIDDEN))

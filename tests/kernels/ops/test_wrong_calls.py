@@ -122,7 +122,7 @@ def expert_cases(m: int, hidden: int, inner: int) -> Iterator[Case]:
     yield Case("fused_experts", routed, reference_experts.fused_experts(x, share, ids, expert, 1.0))
     ones = torch.ones(m, 1)
     shared = {"x": x, **weights, "activation": "silu"}
-    yield Case("shared_expert", shared, reference_experts.fused_experts(x, ones, ids, expert, 1.0))
+    yield Case("fused_mlp", shared, reference_experts.fused_experts(x, ones, ids, expert, 1.0))
 
 
 def other_cases(m: int, n: int, k: int) -> Iterator[Case]:

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 import tilewright
 from tilewright.kernels.errors import CheckpointError, KernelUnavailableError, LayoutError
 from tilewright.kernels.modules import PackedExperts
-from tilewright.kernels.packed.directory import Cut, PackedCheckpoint, load_packed
+from tilewright.kernels.packed.directory import PackedCheckpoint, RankSharding, load_packed
 from tilewright.kernels.packed.safetensors_file import read_header
 from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.checkpoint.reading import read_contents
@@ -56,7 +56,7 @@ def refusal(directory: Path, **options: object) -> str:
 
 def test_modules_are_views_of_the_mapped_file(directory: Path) -> None:
     packed = tilewright.load_packed(directory, verify_checksums=True)
-    assert (packed.scheme, packed.cut) == ("int8", Cut())
+    assert (packed.scheme, packed.sharding) == ("int8", RankSharding())
     assert len(packed) == len(list(packed)) == 17
     assert "model.embed_tokens.weight" in packed.plain
     module = packed["model.layers.0.self_attn.o_proj"]
@@ -225,12 +225,12 @@ def test_missing_shards_and_paths_out_of_the_directory(directory: Path) -> None:
 
 
 def test_ranks(directory: Path, tmp_path: Path) -> None:
-    assert load_packed(directory, rank=0).cut.ranks == 1
+    assert load_packed(directory, rank=0).sharding.ranks == 1
     assert "holds rank 0 of 1, not rank 1" in refusal(directory, rank=1)
     for rank in range(2):
         share = Path(shutil.copytree(directory, tmp_path / "cut" / f"rank-{rank}-of-2"))
-        rewrite(share, **{"tilewright.cut": Cut((rank, 2), (rank, 2)).to_json()})
-    assert load_packed(tmp_path / "cut", rank=1).cut == Cut((1, 2), (1, 2))
+        rewrite(share, **{"tilewright.cut": RankSharding((rank, 2), (rank, 2)).to_json()})
+    assert load_packed(tmp_path / "cut", rank=1).sharding == RankSharding((1, 2), (1, 2))
     assert "is cut for several ranks: rank-0-of-2, rank-1-of-2" in refusal(tmp_path / "cut")
     assert "rank 2 is not there" in refusal(tmp_path / "cut", rank=2)
     assert "holds rank 0 of 2, not rank 1" in refusal(tmp_path / "cut" / "rank-0-of-2", rank=1)

@@ -131,7 +131,7 @@ def test_ranks_joined_equal_uncut(scheme: str, tp: int, write: Call, convert: Ca
         assert same_bits(torch.cat([torch.cat(part, -1) for part in zip(*outputs, strict=True)], -1), whole[name](x))
         for part, n in zip(parts, rows[name], strict=True):
             assert same_bits(torch.cat([rank[part](x) for rank in ranks], -1), whole[part](x))
-            assert all(rank[part].spec.whole == (n, K) and not rank[part].spec.is_summand for rank in ranks)
+            assert all(rank[part].spec.whole == (n, K) and not rank[part].spec.needs_all_reduce for rank in ranks)
 
 
 def test_shares_that_are_no_whole_blocks_stay_apart(write: Call, convert: Call, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tilewright.packer.pack.steps import split_rows
 from tilewright.packer.plan import Plan
 from tilewright.packer.schemes import SCHEMES
 
-FORMS = [("none", None)] + [(scheme.id, form) for scheme in SCHEMES.values() for form in scheme.forms]
+FORMS = [("none", None)] + [(scheme.id, form) for scheme in SCHEMES.values() for form in scheme.checkpoint_formats]
 TINY = ("tiny-qwen3-moe", "tiny-deepseek-v3")
 Call = Callable[..., Path]
 

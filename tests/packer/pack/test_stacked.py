@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tilewright.kernels.packed.module_spec import Cut
+from tilewright.kernels.packed.module_spec import RankSharding
 from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.checkpoint.reading import read_contents
 from tilewright.packer.engine.pipeline import execute
@@ -63,14 +63,18 @@ def test_equal_to_separate_experts(
     assert differences(one, pack(write(parts, model_type=family))) == []
 
 
-@pytest.mark.parametrize("cut", [Cut(tp=(1, 2)), Cut(ep=(0, 2)), Cut(ep=(1, 2)), Cut((3, 4), (1, 2))], ids=str)
+@pytest.mark.parametrize(
+    "sharding",
+    [RankSharding(tp=(1, 2)), RankSharding(ep=(0, 2)), RankSharding(ep=(1, 2)), RankSharding((3, 4), (1, 2))],
+    ids=str,
+)
 def test_equal_in_every_cut(
-    cut: Cut, write: Call, tmp_path: Path, differences: Callable[[Path, Path], list[str]]
+    sharding: RankSharding, write: Call, tmp_path: Path, differences: Callable[[Path, Path], list[str]]
 ) -> None:
     parts = separate(bias=True)
     for name, tensors in (("stacked", stacked(parts, True, True)), ("separate", parts)):
         checkpoint = open_checkpoint(write(tensors, model_type="gpt_oss"))
-        plan = plan_pack(checkpoint, CpuTarget(), cut)
+        plan = plan_pack(checkpoint, CpuTarget(), sharding)
         assert name == "separate" or {fate.kind for fate in plan.fates.values()} == {"packed"}
         execute(plan, checkpoint, tmp_path / name)
     assert differences(tmp_path / "stacked", tmp_path / "separate") == []

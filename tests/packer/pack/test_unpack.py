@@ -16,7 +16,7 @@ from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.pack.unpack import plan_unpack
 from tilewright.packer.schemes import SCHEMES
 
-FORMS = [("none", None)] + [(scheme.id, form) for scheme in SCHEMES.values() for form in scheme.forms]
+FORMS = [("none", None)] + [(scheme.id, form) for scheme in SCHEMES.values() for form in scheme.checkpoint_formats]
 Call = Callable[..., Path]
 Differences = Callable[[Path, Path], list[str]]
 

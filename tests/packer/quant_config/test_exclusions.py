@@ -42,7 +42,7 @@ def fp8(*entries: str, key: str = "modules_to_not_convert") -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("name", ["tiny-qwen3-moe", "tiny-deepseek-v3"])
-@pytest.mark.parametrize(("scheme", "form"), [(s.id, f) for s in SCHEMES.values() for f in s.forms])
+@pytest.mark.parametrize(("scheme", "form"), [(s.id, f) for s in SCHEMES.values() for f in s.checkpoint_formats])
 def test_engines_agree_with_what_we_write(name: str, scheme: str, form: str, tmp_path: Path) -> None:
     source = open_checkpoint(MODELS / name)
     exclude = () if (scheme, form) == ("w4afp8", "native") else ("layers.1.self_attn", "layers.2.mlp")

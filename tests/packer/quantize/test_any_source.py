@@ -78,7 +78,7 @@ def sources(draw: Callable[..., Any]) -> Tensors:
 
 OPTIONS = st.fixed_dictionaries({
     "scheme": st.sampled_from(list(SCHEMES)),
-    "form": st.sampled_from((None, "compressed-tensors")),
+    "checkpoint_format": st.sampled_from((None, "compressed-tensors")),
     "exclude": st.sampled_from(((), (), ("o_proj",), ("experts.1",), ("*.mlp*",))),
     "include": st.sampled_from(((), (), ("mystery",), ("gate",))),
     "mtp": st.sampled_from(("convert", "convert", "keep", "drop", "draft")),

@@ -23,7 +23,7 @@ def normal(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
 
 def read(done: Any, module: str, scheme: str, shape: tuple[int, int], form: str | None = None) -> QTensor:
     """The quantized weight of a module, by the inverse of its layout."""
-    forms = SCHEMES[scheme].forms
+    forms = SCHEMES[scheme].checkpoint_formats
     target = forms[form or next(iter(forms))].target("expert" if ".experts." in module else "linear", 128)
     fmt = FORMATS[target.format]
     suffixes = LAYOUTS[target.layout].specs(fmt, shape)
@@ -152,7 +152,7 @@ def test_o3_gate_does_not_depend_on_up(make_checkpoint: Make, convert: Make) -> 
             assert torch.equal(plain[name].view(torch.uint8), louder[name].view(torch.uint8))
 
 
-@pytest.mark.parametrize(("scheme", "form"), [(s.id, f) for s in SCHEMES.values() for f in s.forms])
+@pytest.mark.parametrize(("scheme", "form"), [(s.id, f) for s in SCHEMES.values() for f in s.checkpoint_formats])
 def test_o7_small_fp32_tensors_keep_their_bytes(scheme: str, form: str, make_checkpoint: Make, convert: Make) -> None:
     kept = {
         f"{LAYER}.mlp.gate.e_score_correction_bias": torch.linspace(6.80, 7.06, 256),
@@ -160,7 +160,9 @@ def test_o7_small_fp32_tensors_keep_their_bytes(scheme: str, form: str, make_che
         f"{LAYER}.input_layernorm.weight": torch.randn(256),
     }
     experts = {f"{LAYER}.mlp.experts.0.{p}_proj.weight": normal(256, 256) for p in ("gate", "up", "down")}
-    done = convert(make_checkpoint(kept | experts, CONFIG | {"model_type": "deepseek_v3"}), scheme, form=form)
+    done = convert(
+        make_checkpoint(kept | experts, CONFIG | {"model_type": "deepseek_v3"}), scheme, checkpoint_format=form
+    )
     for name, tensor in kept.items():
         assert done.tensors[name].dtype == torch.float32
         assert torch.equal(done.tensors[name], tensor)

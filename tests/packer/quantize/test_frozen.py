@@ -11,7 +11,7 @@ import torch
 
 from tilewright.packer.schemes import SCHEMES
 
-FORMS = [(scheme.id, form) for scheme in SCHEMES.values() for form in scheme.forms]
+FORMS = [(scheme.id, form) for scheme in SCHEMES.values() for form in scheme.checkpoint_formats]
 FROZEN = {
     "tiny-qwen3-moe block-fp8 native": "9ba464fbf8171349",
     "tiny-qwen3-moe block-fp8 compressed-tensors": "ba0a701f956ff266",
@@ -42,10 +42,10 @@ def digest(done: Any) -> str:
 @pytest.mark.parametrize(("scheme", "form"), FORMS)
 def test_bytes_are_frozen(scheme: str, form: str, tiny_model: Any, convert: Callable[..., Any]) -> None:
     key = f"{tiny_model.root.name} {scheme} {form}"
-    assert digest(convert(tiny_model, scheme, form=form)) == FROZEN[key], key
+    assert digest(convert(tiny_model, scheme, checkpoint_format=form)) == FROZEN[key], key
 
 
 @pytest.mark.parametrize(("scheme", "form"), FORMS)
 def test_steps_travel_to_other_processes(scheme: str, form: str, tiny_model: Any, plan: Callable[..., Any]) -> None:
-    tasks = plan(tiny_model, scheme, form=form).tasks
+    tasks = plan(tiny_model, scheme, checkpoint_format=form).tasks
     assert pickle.loads(pickle.dumps(tasks)) == tasks

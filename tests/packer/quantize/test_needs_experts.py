@@ -85,7 +85,11 @@ def test_row_45_odd_columns_stay_in_16_bits_with_the_reason(make_checkpoint: Mak
 
 
 def test_row_46_unsupported_combinations_are_refused() -> None:
-    for scheme, options in (("int4", {"group_size": 16}), ("int8", {"group_size": 128}), ("int4", {"form": "native"})):
+    for scheme, options in (
+        ("int4", {"group_size": 16}),
+        ("int8", {"group_size": 128}),
+        ("int4", {"checkpoint_format": "native"}),
+    ):
         with pytest.raises(TilewrightError, match=f"scheme {scheme} has no|--group-size: `16` is not one of"):
             QuantizeOptions(scheme, **options).resolved()
 
@@ -99,8 +103,8 @@ def test_rows_50_to_52_no_expert_is_left_out(make_checkpoint: Make, convert: Mak
 
 def test_row_54_the_list_never_holds_what_is_quantized(tiny_model: Any, convert: Make) -> None:
     for scheme in SCHEMES.values():
-        for form in scheme.forms:
-            done = convert(tiny_model, scheme.id, form=form)
+        for form in scheme.checkpoint_formats:
+            done = convert(tiny_model, scheme.id, checkpoint_format=form)
             block = done.plan.config["quantization_config"]
             listed = set(block.get("ignore", block.get("modules_to_not_convert")))
             quantized = {n.removesuffix(".weight") for n, f in done.plan.fates.items() if f.kind == "quantized"}

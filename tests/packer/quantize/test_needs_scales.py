@@ -67,14 +67,14 @@ def test_row_5_gate_and_up_are_judged_separately(make_checkpoint: Make, convert:
     assert "320 rows / 2 = 160" in str(degrees(done, CONFIG)[2])
 
 
-@pytest.mark.parametrize(("scheme", "form"), [(s.id, f) for s in SCHEMES.values() for f in s.forms])
+@pytest.mark.parametrize(("scheme", "form"), [(s.id, f) for s in SCHEMES.values() for f in s.checkpoint_formats])
 def test_rows_17_to_22_every_stored_scale_is_finite_and_positive(
     scheme: str, form: str, make_checkpoint: Make, convert: Make
 ) -> None:
     weight = torch.randn(256, 256) * torch.logspace(-44, 30, 256)[:, None]  # from subnormal to huge
     weight[7] = 0
     modules = [f"{LAYER}.self_attn.o_proj", *(f"{LAYER}.mlp.experts.0.{p}_proj" for p in ("gate", "up", "down"))]
-    done = convert(make_checkpoint({f"{m}.weight": weight for m in modules}), scheme, form=form)
+    done = convert(make_checkpoint({f"{m}.weight": weight for m in modules}), scheme, checkpoint_format=form)
     scales = [t.float() for name, t in done.tensors.items() if "scale" in name]
     assert scales
     assert all(bool((torch.isfinite(scale) & (scale > 0)).all()) for scale in scales)
@@ -90,7 +90,7 @@ def test_row_23_one_name_per_format(make_checkpoint: Make, convert: Make) -> Non
     source = make_checkpoint({f"{LAYER}.mlp.up_proj.weight": normal(128, 128)})
     suffix = {"native": "weight_scale_inv", "compressed-tensors": "weight_scale"}
     for form, name in suffix.items():
-        tensors = convert(source, "block-fp8", form=form).tensors
+        tensors = convert(source, "block-fp8", checkpoint_format=form).tensors
         assert {key.rpartition(".")[2] for key in tensors} == {"weight", name}
 
 
@@ -111,7 +111,7 @@ def test_row_33_each_logical_part_has_scales_of_its_own(make_checkpoint: Make, c
 @pytest.mark.parametrize("scheme", list(SCHEMES))
 def test_row_35_values_are_scaled_once(scheme: str, tiny_model: Any, convert: Make) -> None:
     done = convert(tiny_model, scheme)
-    form = next(iter(SCHEMES[scheme].forms.values()))
+    form = next(iter(SCHEMES[scheme].checkpoint_formats.values()))
     for task in done.plan.tasks:
         name = task.sources[0].name
         if done.plan.fates[name].kind != "quantized":

@@ -44,14 +44,14 @@ def test_block_fp8_agrees_with_transformers() -> None:
 
 @pytest.mark.parametrize("scheme", ["block-fp8", "int8", "int4", "w4afp8"])
 def test_compressed_tensors_reads_the_same_weights(scheme: str, tiny_model: Any, convert: Make) -> None:
-    done = convert(tiny_model, scheme, form="compressed-tensors")
+    done = convert(tiny_model, scheme, checkpoint_format="compressed-tensors")
     block = done.plan.config["quantization_config"]
     config = QuantizationConfig.model_validate(block)
     group = config.config_groups["group_0"]
     compressor = BaseCompressor.get_value_from_registry(block["format"])
     # the library's own list of combinations has no int4 weights with FP8 inputs; engines and its decompressor do
     assert scheme == "w4afp8" or compressor.can_compress(torch.nn.Linear, group)
-    form = SCHEMES[scheme].forms["compressed-tensors"]
+    form = SCHEMES[scheme].checkpoint_formats["compressed-tensors"]
     checked = 0
     for name, fate in done.plan.fates.items():
         if fate.kind != "quantized":
@@ -112,7 +112,7 @@ def test_transformers_runs_dense_int8(family: str, tmp_path: Path) -> None:
     model.to(torch.bfloat16).save_pretrained(tmp_path / "source")
     source = open_checkpoint(tmp_path / "source")
     assert ("model.layers.0.self_attn.q_proj.bias" in source.files) == (family == "qwen2")
-    output = write(tmp_path / "source", tmp_path / "out", "int8", form="compressed-tensors")
+    output = write(tmp_path / "source", tmp_path / "out", "int8", checkpoint_format="compressed-tensors")
     assert divergence(tmp_path / "source", output, windows(4)) <= 0.005
     done = open_checkpoint(output)
     bias = "model.layers.0.self_attn.q_proj.bias"

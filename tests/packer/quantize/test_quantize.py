@@ -11,7 +11,7 @@ from tilewright.packer.checkpoint.files import Checkpoint
 from tilewright.packer.plan import Plan, Source
 from tilewright.packer.schemes import SCHEMES
 
-FORMS = [(scheme.id, form) for scheme in SCHEMES.values() for form in scheme.forms]
+FORMS = [(scheme.id, form) for scheme in SCHEMES.values() for form in scheme.checkpoint_formats]
 
 
 def error_bound(q: QTensor) -> torch.Tensor:
@@ -27,8 +27,8 @@ def error_bound(q: QTensor) -> torch.Tensor:
 def test_every_weight_is_inside_the_bound(
     scheme: str, form: str, tiny_model: Checkpoint, convert: Callable[..., object]
 ) -> None:
-    done = convert(tiny_model, scheme, form=form, solver="rtn")
-    chosen = SCHEMES[scheme].forms[form]
+    done = convert(tiny_model, scheme, checkpoint_format=form, solver="rtn")
+    chosen = SCHEMES[scheme].checkpoint_formats[form]
     seen = 0
     for name, fate in done.plan.fates.items():
         source = tiny_model.tensor(Source(name))

@@ -168,13 +168,13 @@ def test_int4_g32_to_w4afp8_is_said_to_lose(make_checkpoint: Make, convert: Make
     assert 0 < (back - q.dequantize()).norm() / q.dequantize().norm() < 0.2
 
 
-@pytest.mark.parametrize(("scheme", "form"), [(s.id, f) for s in SCHEMES.values() for f in s.forms])
+@pytest.mark.parametrize(("scheme", "form"), [(s.id, f) for s in SCHEMES.values() for f in s.checkpoint_formats])
 def test_our_own_outputs_are_sources(
     scheme: str, form: str, tiny_model: Any, make_checkpoint: Make, convert: Make
 ) -> None:
-    first = convert(tiny_model, scheme, form=form)
+    first = convert(tiny_model, scheme, checkpoint_format=form)
     source = make_checkpoint(first.tensors, first.plan.config)
-    again = convert(source, scheme, form=form)
+    again = convert(source, scheme, checkpoint_format=form)
     assert again.plan.config == first.plan.config
     assert set(again.tensors) == set(first.tensors)
     assert all(same_bytes(tensor, again.tensors[name]) for name, tensor in first.tensors.items())
@@ -285,7 +285,7 @@ def test_w4afp8_compressed_tensors_dequantizes_other_linears(make_checkpoint: Ma
             f"{EXPERT}.{name}.weight": fp8_codes(256, 256),
             f"{EXPERT}.{name}.weight_scale_inv": power_scales(2, 2),
         }
-    done = convert(make_checkpoint(tensors, config(FP8_CONFIG)), "w4afp8", form="compressed-tensors")
+    done = convert(make_checkpoint(tensors, config(FP8_CONFIG)), "w4afp8", checkpoint_format="compressed-tensors")
     assert done.plan.fates[f"{MODULE}.weight"].kind == "dequantized"
     expected = QTensor(FP8, fp8_codes(256, 256), power_scales(2, 2)).dequantize().bfloat16()
     assert same_bytes(done.tensors[f"{MODULE}.weight"], expected)

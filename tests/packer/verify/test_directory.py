@@ -22,7 +22,7 @@ Tensors = dict[str, torch.Tensor]
 Quantize = Callable[..., Path]
 Edit = Callable[[Path, Callable[[Tensors], None]], Path]
 QWEN, DEEPSEEK = "tiny-qwen3-moe", "tiny-deepseek-v3"
-FORMS = [(scheme.id, form) for scheme in SCHEMES.values() for form in scheme.forms]
+FORMS = [(scheme.id, form) for scheme in SCHEMES.values() for form in scheme.checkpoint_formats]
 VICTIM = "model.layers.2.self_attn.o_proj"  # square, so that a transposed weight has the right shape
 EXPERT = "model.layers.1.mlp.experts.3"
 
@@ -49,7 +49,7 @@ def test_every_form_is_sound(model: str, scheme: str, form: str, quantized: Quan
 
 @pytest.mark.parametrize("scheme", ["block-fp8", "int8"])
 def test_forms_of_a_scheme_hold_the_same_numbers(scheme: str, quantized: Quantize) -> None:
-    native, other = (quantized(QWEN, scheme, form) for form in SCHEMES[scheme].forms)
+    native, other = (quantized(QWEN, scheme, form) for form in SCHEMES[scheme].checkpoint_formats)
     assert all(result.status == "equal" for result in results(native, other))
 
 

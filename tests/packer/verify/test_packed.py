@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tilewright.kernels.errors import VerifyError
-from tilewright.kernels.packed.module_spec import Cut, ModuleSpec
+from tilewright.kernels.packed.module_spec import ModuleSpec, RankSharding
 from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.checkpoint.packed import packed_modules
 from tilewright.packer.checkpoint.reading import read_contents
@@ -159,6 +159,6 @@ def test_a_bias_comes_back_in_its_dtype(tmp_path: Path) -> None:
 
 def test_a_share_of_a_model_is_refused(quantized: Quantize, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(quantized(QWEN, "int8"))
-    execute(plan_pack(checkpoint, CpuTarget(), Cut(ep=(1, 2))), checkpoint, tmp_path / "rank-1")
+    execute(plan_pack(checkpoint, CpuTarget(), RankSharding(ep=(1, 2))), checkpoint, tmp_path / "rank-1")
     with pytest.raises(VerifyError, match="the share of rank 1 of 2"):
         read_contents(open_checkpoint(tmp_path / "rank-1"))

@@ -12,12 +12,12 @@ import torch
 from tilewright.kernels.formats import BF16, FP8, INT4_G32, INT4_G128, INT8, WeightFormat
 from tilewright.kernels.modules import PackedExperts
 from tilewright.kernels.packed.directory import load_packed
-from tilewright.kernels.packed.module_spec import Cut
+from tilewright.kernels.packed.module_spec import RankSharding
 from tilewright.kernels.tensors import QTensor, TensorSpec
 from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import execute
-from tilewright.packer.pack.cuts import RankSlice, cut_of, cut_rejects
 from tilewright.packer.pack.planner import plan_ranks
+from tilewright.packer.pack.sharding import RankSlice, sharding_of_rank, sharding_rejects
 from tilewright.packer.pack.target import CpuTarget
 
 Call = Callable[..., Path]
@@ -46,7 +46,7 @@ def test_shares_joined_are_the_whole(fmt: WeightFormat, n: int, k: int, count: i
     q = weight(fmt, n, k)
     for axis, kind in ((0, "rows"), (1, "columns")):
         shares = [RankSlice(**{kind: (number, count)}) for number in range(count)]
-        assert all(share.against(fmt, n, k) is None for share in shares)
+        assert all(share.why_not(fmt, n, k) is None for share in shares)
         joined = torch.cat([share.take(q).dequantize() for share in shares], axis)
         assert torch.equal(joined, q.dequantize())
 
@@ -68,7 +68,7 @@ def test_shares_joined_are_the_whole(fmt: WeightFormat, n: int, k: int, count: i
     ],
 )
 def test_impossible_shares(fmt: WeightFormat, n: int, k: int, share: RankSlice, reason: str) -> None:
-    assert share.against(fmt, n, k) == reason
+    assert share.why_not(fmt, n, k) == reason
 
 
 def test_biases_are_added_once() -> None:
@@ -78,13 +78,16 @@ def test_biases_are_added_once() -> None:
 
 
 def test_cuts_of_ranks() -> None:
-    assert [cut_of(rank, 1, 2) for rank in range(2)] == [Cut((0, 1), (0, 2)), Cut((0, 1), (1, 2))]
-    assert [cut_of(rank, 4, 2).ep for rank in range(4)] == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert [sharding_of_rank(rank, 1, 2) for rank in range(2)] == [
+        RankSharding((0, 1), (0, 2)),
+        RankSharding((0, 1), (1, 2)),
+    ]
+    assert [sharding_of_rank(rank, 4, 2).ep for rank in range(4)] == [(0, 2), (0, 2), (1, 2), (1, 2)]
 
 
 def test_models_that_cannot_be_cut() -> None:
     config = {"num_attention_heads": 6, "num_key_value_heads": 2}
-    assert [str(reject) for reject in cut_rejects(config, {}, 4, 3)] == [
+    assert [str(reject) for reject in sharding_rejects(config, {}, 4, 3)] == [
         "--ep: 4 ranks are not 3 equal groups; choose --ep so that it divides --tp",
         "config.json: num_attention_heads = 6 is not 4 equal shares",
         "config.json: num_key_value_heads = 2 is not 4 equal shares",
@@ -105,8 +108,8 @@ def test_matrices_and_numbers_that_no_rule_cuts() -> None:
         "model.layers.1.mlp.experts.gate_up_proj_bias": (4, 128),
     }
     specs = {name: TensorSpec(torch.bfloat16, shape) for name, shape in shapes.items()}
-    assert list(cut_rejects(config, specs, 1, 2)) == []
-    assert [reject.name for reject in cut_rejects(config, specs, 2, 1)] == [
+    assert list(sharding_rejects(config, specs, 1, 2)) == []
+    assert [reject.name for reject in sharding_rejects(config, specs, 2, 1)] == [
         "model.layers.0.self_attn.qkv_proj",
         "model.layers.0.mlp.gate_up_proj",
         "model.layers.0.self_attn.q_norm.weight",
@@ -153,7 +156,7 @@ def test_ranks_joined_equal_the_uncut_layer(
     outputs = [PackedExperts(stack, m[f"{stack}.w13"], m[f"{stack}.w2"])(x, ids, scores) for m in (whole, *ranks)]
     total = sum(y.float() for y in outputs[1:])
     assert (total - outputs[0].float()).norm() <= 0.02 * outputs[0].float().norm()
-    assert ranks[1].specs[f"{stack}.w13"].is_summand is (ep > 1)
+    assert ranks[1].specs[f"{stack}.w13"].needs_all_reduce is (ep > 1)
 
 
 def test_refused_cuts_name_the_possible_ones(quantized: Call) -> None:
@@ -168,4 +171,4 @@ def test_a_share_is_not_unpacked(quantized: Call, unpack: Call, tmp_path: Path) 
     first, *_ = cut(quantized("tiny-qwen3-moe", "none"), tmp_path / "cut", 2, 1)
     with pytest.raises(Exception, match="one rank's share"):
         unpack(first)
-    assert json.loads((first / "manifest.json").read_text())["options"]["cut"] == Cut((0, 2), (0, 1)).to_json()
+    assert json.loads((first / "manifest.json").read_text())["options"]["cut"] == RankSharding((0, 2), (0, 1)).to_json()

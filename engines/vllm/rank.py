@@ -15,7 +15,7 @@ from ..pack_once import local_directory
 _opened = lru_cache(maxsize=4)(load_packed)  # quantization config and loader both ask for it
 
 
-def open_share(model: str, revision: str | None, config: VllmConfig, device: str) -> PackedCheckpoint:
+def open_rank(model: str, revision: str | None, config: VllmConfig, device: str) -> PackedCheckpoint:
     """The share of a packed model that this process runs.
 
     Args:
@@ -35,7 +35,7 @@ def open_share(model: str, revision: str | None, config: VllmConfig, device: str
     rank = parallel.data_parallel_rank * tp_size + tp_rank if replicas > 1 else tp_rank
     cut = any(path.glob("rank-*-of-*/"))
     packed = _opened(str(path), rank if cut else None, device)
-    found = packed.cut.tp[1], packed.cut.ep[1]
+    found = packed.sharding.tp[1], packed.sharding.ep[1]
     if found != (tp_size, experts):
         wanted = f"--tp {tp_size}" + (f" --ep {experts}" if experts > 1 else "")
         raise CheckpointError(

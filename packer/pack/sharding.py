@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tilewright.kernels.formats import WeightFormat
-from tilewright.kernels.packed.module_spec import Cut
+from tilewright.kernels.packed.module_spec import RankSharding
 from tilewright.kernels.tensors import QTensor, Reject, TensorSpec
 
 from ..families import family_of
@@ -54,7 +54,7 @@ class RankSlice:
         mine = bias[_range(self.rows, len(bias))]
         return torch.zeros_like(mine) if self.columns[0] else mine
 
-    def against(self, fmt: WeightFormat, n: int, k: int) -> str | None:
+    def why_not(self, fmt: WeightFormat, n: int, k: int) -> str | None:
         """Why a matrix [N, K] has no such share, or None if it has one."""
         if n % self.rows[1]:
             return f"{n} rows are not {self.rows[1]} equal shares"
@@ -74,28 +74,28 @@ def _range(share: tuple[int, int], size: int) -> slice:
     return slice(size // count * number, size // count * (number + 1))
 
 
-def cut_of(rank: int, tp: int, ep: int) -> Cut:
-    """The cut of one of `max(tp, ep)` ranks; with both, a group of tp / ep ranks shares the same experts."""
+def sharding_of_rank(rank: int, tp: int, ep: int) -> RankSharding:
+    """The sharding of one of `max(tp, ep)` ranks; with both, a group of tp / ep ranks shares the same experts."""
     if tp == 1:
-        return Cut((0, 1), (rank, ep))
-    return Cut((rank, tp), (rank // (tp // ep), ep))
+        return RankSharding((0, 1), (rank, ep))
+    return RankSharding((rank, tp), (rank // (tp // ep), ep))
 
 
-def share_of(projection: str, cut: Cut, axes: ParallelAxes, is_expert: bool) -> RankSlice:
+def rank_slice_of(projection: str, sharding: RankSharding, axes: ParallelAxes, is_expert: bool) -> RankSlice:
     """The share of a weight whose module path ends in `projection`.
 
     Args:
         projection: Last part of the path, such as `q_proj`.
-        cut: The rank's cut.
+        sharding: The rank, and how many share the model.
         axes: How the family's Linears are cut.
         is_expert: Whether it is a routed expert's.
     """
-    number, count = cut.tp
+    number, count = sharding.tp
     experts = (0, 1)
     if is_expert:
-        experts = cut.ep
+        experts = sharding.ep
         if count > 1:
-            count //= cut.ep[1]
+            count //= sharding.ep[1]
             number %= count
     if projection in axes.rows:
         return RankSlice(rows=(number, count), experts=experts)
@@ -104,7 +104,7 @@ def share_of(projection: str, cut: Cut, axes: ParallelAxes, is_expert: bool) -> 
     return RankSlice(experts=experts)
 
 
-def cut_rejects(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], tp: int, ep: int) -> Iterable[Reject]:
+def sharding_rejects(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], tp: int, ep: int) -> Iterable[Reject]:
     """Why a model as a whole cannot be cut so.
 
     Args:
