@@ -57,7 +57,7 @@ test-vllm-all: .venv-vllm/.built
 crash-test: setup
 	rm -rf build/crash && mkdir -p build/crash/races build/crash/moves
 	$(CC) -shared -fPIC -O1 -o build/crash/shim.so tests/crash/shim.c -ldl
-	OMP_NUM_THREADS=1 LD_PRELOAD=$(CURDIR)/build/crash/shim.so $(BIN)/python tests/crash/crash.py build/crash/kills --random 1000
+	OMP_NUM_THREADS=1 LD_PRELOAD=$(CURDIR)/build/crash/shim.so $(BIN)/python tests/crash/crash.py build/crash/kills --random 1000 --jobs 2
 	OMP_NUM_THREADS=1 $(BIN)/python tests/crash/races.py build/crash/races --starts 200
 	OMP_NUM_THREADS=1 $(BIN)/python tests/crash/moves.py build/crash/moves --moments 20
 docs: setup

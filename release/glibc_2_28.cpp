@@ -19,3 +19,6 @@ template class basic_stringstream<char>;
 [[noreturn]] void __throw_bad_array_new_length();
 void __throw_bad_array_new_length() { throw bad_array_new_length(); }
 }  // namespace std
+
+// GLIBCXX_3.4.32: what <iostream> references since gcc 13, so that the library initializes std::cout, which we do not use.
+extern "C" __attribute__((visibility("hidden"))) void _ZSt21ios_base_library_initv() {}

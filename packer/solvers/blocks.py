@@ -54,7 +54,9 @@ def scales_from_amax(amax: torch.Tensor, fmt: WeightFormat, fraction: float = 1.
     Returns:
         fp32 [scale_rows, scale_columns], finite and > 0.
     """
-    scales = (amax / fmt.qmax * fraction).to(fmt.scale_dtype).to(torch.float32).clamp_min(SMALLEST_NORMAL)
+    # A tensor, since CUDA divides by a number by multiplying with its reciprocal, which is another scale.
+    qmax = torch.full((), fmt.qmax, device=amax.device)
+    scales = (amax / qmax * fraction).to(fmt.scale_dtype).to(torch.float32).clamp_min(SMALLEST_NORMAL)
     return torch.where(amax == 0, 1.0, scales)
 
 

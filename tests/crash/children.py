@@ -32,13 +32,13 @@ def hashes(root: Path) -> dict[str, str]:
     return {str(path.relative_to(root)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
-def fork(action: Callable[[], object], log: Path) -> int:
-    """Start `action` in a child, which says what it has to say in the file `log`."""
+def fork(action: Callable[[], object], log: Path, limit: float = LIMIT) -> int:
+    """Start `action` in a child that writes to the file `log` and dies after `limit` seconds, 0 meaning never."""
     child = os.fork()
     if child:
         return child
     try:
-        signal.alarm(int(LIMIT))
+        signal.alarm(int(limit))
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(fd, 1)
         os.dup2(fd, 2)

@@ -1,6 +1,6 @@
 """Kill conversions at every change that they make to a disk, and see how each ends.
 
-    LD_PRELOAD=shim.so python tests/crash/crash.py FOLDER [--every N] [--random N] [--scenario NAME]
+    LD_PRELOAD=shim.so python tests/crash/crash.py FOLDER [--every N] [--random N] [--scenario NAME] [--jobs N]
 
 `tests/test_crash.py` compiles the shim and runs a slice; `make crash-test` runs all. Each run is a child forked from
 this process, which has imported everything and computed nothing.
@@ -18,6 +18,8 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -34,6 +36,7 @@ class Bench:
         self.scenario = scenario
         self.folder = folder
         self.log = folder / "log"
+        self.run_name = "run"
         self.template = folder / "template"
         self.template.mkdir(parents=True)
         assert wait(fork(lambda: make_source(self.template / "source", scenario.calibrated), self.log)) == 0
@@ -105,7 +108,7 @@ class Bench:
     def at_point(self, point: int) -> str:
         """Kill the run at one change of the disk."""
         self.log.write_text("")
-        place = self.fresh("run")
+        place = self.fresh(self.run_name)
         code = self.convert(place, self.scenario.command, *self.more, kill=point)
         if code not in {-signal.SIGKILL, 0}:
             return f"exit code {code}: {self.log.read_text()[-300:]}"
@@ -114,7 +117,7 @@ class Bench:
     def at_random(self, rng: random.Random, seconds: float) -> str:
         """Kill the run, and what goes on with it, whenever."""
         self.log.write_text("")
-        place = self.fresh("run")
+        place = self.fresh(self.run_name)
         first, later = (self.scenario.command, *self.more), (*self.scenario.command, "--resume")
         for words in (first, tuple(word for word in later if word != "--overwrite")):
             child = self.start(place, words)
@@ -123,11 +126,29 @@ class Bench:
             wait(child)
         return self.end(place)
 
+    def in_parallel(self, kills: Sequence[tuple[str, int]], seconds: float, jobs: int) -> dict[str, str]:
+        """Try all of them in so many processes, each with a folder of its own; what is wrong with which."""
+
+        def work(number: int) -> None:
+            self.log, self.run_name = self.folder / f"log-{number}", f"run-{number}"
+            found = {}
+            for kind, at in kills[number::jobs]:
+                rng = random.Random(f"{self.scenario.name} {at}")
+                if problem := self.at_point(at) if kind == "point" else self.at_random(rng, seconds):
+                    found[f"{kind} {at}"] = problem
+            (self.folder / f"found-{number}.json").write_text(json.dumps(found))
+
+        workers = [fork(partial(work, number), self.log, limit=0) for number in range(jobs)]
+        assert [wait(worker) for worker in workers] == [0] * jobs, self.log.read_text()
+        files = [self.folder / f"found-{number}.json" for number in range(jobs)]
+        return {name: problem for file in files for name, problem in json.loads(file.read_text()).items()}
+
 
 def main() -> int:
     """Run what the arguments say, and print one JSON document."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--jobs", type=int, default=1, help="Processes that kill side by side.")
     parser.add_argument("--every", type=int, default=1, help="Only every Nth point of each scenario.")
     parser.add_argument("--random", type=int, default=0, help="Kills at random moments, over all scenarios.")
     parser.add_argument("--scenario", action="append", help="Only these.")
@@ -142,15 +163,10 @@ def main() -> int:
         whole = time.monotonic()
         bench.convert(bench.fresh("run"), scenario.command, *bench.more)
         seconds = time.monotonic() - whole
-        found: dict[str, str] = {}
         points = range(1 + number % options.every, bench.points + 1, options.every)
-        for point in points:
-            if problem := bench.at_point(point):
-                found[f"point {point}"] = problem
         kills = options.random // len(chosen) + (number < options.random % len(chosen))
-        for kill in range(kills):
-            if problem := bench.at_random(random.Random(f"{scenario.name} {kill}"), seconds):
-                found[f"random kill {kill}"] = problem
+        tried = [("point", point) for point in points] + [("random kill", kill) for kill in range(kills)]
+        found = bench.in_parallel(tried, seconds, options.jobs)
         bad += len(found)
         report[scenario.name] = {"changes": bench.points, "points": len(points), "random": kills, "bad": found}
         report[scenario.name]["seconds"] = round(time.monotonic() - began)

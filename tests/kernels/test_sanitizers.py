@@ -31,6 +31,7 @@ short = torch.zeros(32 * 32 // 2, dtype=torch.int8)
 raw = (ctypes.c_char * (32 * 36)).from_address(short.data_ptr())
 ops.linear_int8(torch.ones(1, 32), torch.frombuffer(raw, dtype=torch.int8).view(32, 36), torch.ones(32), 32)
 """
+pytestmark = pytest.mark.xdist_group("sanitizers")  # one build
 INSTRUMENTED = ("portable", "amx_emu")  # what every machine runs, in C++ that the sanitizer sees all of
 
 

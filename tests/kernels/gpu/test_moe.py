@@ -163,6 +163,7 @@ def test_gpu_runs_in_a_graph_with_other_ids(mode: reference.ActivationScale) -> 
 
 
 @needs_gpu
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # inductor's own
 def test_gpu_compiles() -> None:
     args = [a.cuda() for a in layer(9, 4, 2)]
     compiled = torch.compile(lambda *a: moe.w4a8_fused_experts(*a) * 2, fullgraph=True)

@@ -21,6 +21,7 @@ from . import compressed_sources, float_sources  # noqa: F401  # add their varia
 from .conftest import RefusedError, read_source
 from .sources import MODULE, VARIANTS, QuantizedSource
 
+pytestmark = pytest.mark.xdist_group("mutations")  # the last test counts what the others of its process did
 Path = tuple[str, ...]
 LEGAL: dict[str, list[Any]] = {  # other values that a key may legally have
     "quant_method": ["gptq", "awq", "fp8", "compressed-tensors", "modelopt", "w8a8_int8", "mxfp4", "nobody"],
