@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
 from tilewright.kernels.errors import SchemeError
 from tilewright.kernels.tensors import Reject, TensorSpec
+
+CHUNK = 1 << 20  # bytes at a time: fits a core's own cache, so that what was just written is hashed from there
+STRIP_MEMORY = 32 << 20  # bytes: weights are converted a strip at a time
 
 
 @dataclass(frozen=True)
@@ -55,9 +60,25 @@ class NotFiniteError(Exception):
         self.number, self.index, self.value, self.hint = number, index, value, hint
 
 
-class Step(Protocol):
+@dataclass(frozen=True)
+class Work:
+    """Computing of a step that is worth an estimate of its time.
+
+    Attributes:
+        kind: Equal for work that takes equally long for each weight.
+        weights: How many weights are computed.
+        trial: Does the same for a bf16 matrix [N, K], so that it can be timed.
+    """
+
+    kind: tuple[str, ...]
+    weights: int
+    trial: Callable[[torch.Tensor], object]
+
+
+class Step(ABC):
     """The computation of one task: pure, picklable, the same bytes whenever and wherever it runs."""
 
+    @abstractmethod
     def run(self, sources: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """Turn the task's sources (views of mapped files, in order) into its pieces, by output name.
 
@@ -66,10 +87,35 @@ class Step(Protocol):
             SchemeError: Something else is wrong with the numbers.
         """
 
+    def memory(self, sources: Sequence[TensorSpec], results: int) -> int:
+        """Bytes that `run` allocates at most, by estimate: four for each weight, a strip in work, and what it gives.
+
+        Args:
+            sources: dtype and shape of each source. A byte of an 8-bit or integer tensor may hold two 4-bit weights.
+            results: Bytes of all pieces.
+        """
+        weights = 0
+        for spec in sources:
+            packed = not spec.dtype.is_floating_point or spec.dtype.itemsize == 1
+            weights += math.prod(spec.shape) * (2 * spec.dtype.itemsize if packed else 1)
+        return 4 * weights + STRIP_MEMORY + results
+
+    def work(self) -> Iterable[Work]:
+        """What `run` computes beyond moving bytes; nothing by default."""
+        return ()
+
 
 @dataclass(frozen=True)
 class Copy:
     """In place of a step: each source keeps its bytes, which are streamed from file to file."""
+
+    def memory(self, sources: Sequence[TensorSpec], results: int) -> int:
+        """See `Step.memory`: a chunk that is read, and one that is hashed."""
+        return 2 * CHUNK
+
+    def work(self) -> Iterable[Work]:
+        """See `Step.work`."""
+        return ()
 
 
 @dataclass(frozen=True)

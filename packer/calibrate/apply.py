@@ -44,7 +44,7 @@ class CalibratedStep(QuantizeStep):
 
 
 @dataclass(frozen=True)
-class FoldedStep:
+class FoldedStep(Step):
     """Copies a tensor, or writes what calibration made of it.
 
     Attributes:

@@ -19,13 +19,17 @@ from ..records.journal import Identity
 
 
 def plan_hash(plan: Plan, checkpoint: Checkpoint, max_shard_size: int) -> str:
-    """sha256 over everything that decides the output's bytes but the weights themselves; no path, no time."""
+    """sha256 over everything that decides the output's bytes but the weights themselves; no path, no time.
+
+    Options that are off are left out: a new one, off by default, does not make another run of an unfinished one.
+    """
     digest = hashlib.sha256()
 
     def add(value: Any) -> None:
         digest.update(json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
 
-    add([tilewright.__version__, max_shard_size, plan.options, plan.config, plan.modules, plan.metadata])
+    options = {name: value for name, value in plan.options.items() if value}
+    add([tilewright.__version__, max_shard_size, options, plan.config, plan.modules, plan.metadata])
     add({name: hashlib.sha256(content).hexdigest() for name, content in plan.extra_files.items()})
     add({file: [header.size, header.digest] for file, header in checkpoint.headers.items()})
     lines = (f"{name} {DTYPE_NAMES[spec.dtype]} {spec.shape}\n" for name, spec in plan.tensors.items())

@@ -3,37 +3,28 @@
 from __future__ import annotations
 
 import heapq
-import math
 import shutil
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..checkpoint.files import Checkpoint
 from ..limits import available_memory, cpu_count
-from ..plan import Copy, Plan, Task
+from ..plan import Plan, Task
 from .shards import ShardPlan
-from .writer import CHUNK
 
 BASE_MEMORY = 300 << 20  # bytes: torch itself, headers, buffers
-STRIP_MEMORY = 32 << 20  # bytes: weights are quantized a strip at a time
 SPARE_DISK = 1 << 20  # bytes: index, ledger, manifest, directories, rounding to blocks
 
 
 def task_memory(task: Task, checkpoint: Checkpoint) -> int:
-    """Bytes that a task allocates at most, by estimate: four for each weight, a strip in work, and what it gives.
-
-    A byte of an 8-bit or packed integer tensor may hold two weights of four bits.
-    """
-    if isinstance(task.step, Copy):
-        return 2 * CHUNK
-    weights = 0
+    """Bytes that a task allocates at most, as its step estimates."""
+    specs = []
     for source in task.sources:
         spec = checkpoint.spec(source.name)
-        count = math.prod(spec.shape if source.index is None else spec.shape[1:])
-        packed = not spec.dtype.is_floating_point or spec.dtype.itemsize == 1
-        weights += 2 * count * spec.dtype.itemsize if packed else count
-    return 4 * weights + STRIP_MEMORY + sum(piece.spec.nbytes for piece in task.pieces)
+        specs.append(spec if source.index is None else replace(spec, shape=spec.shape[1:]))
+    return task.step.memory(specs, sum(piece.spec.nbytes for piece in task.pieces))
 
 
 def memory_plan(

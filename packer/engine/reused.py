@@ -9,13 +9,13 @@ from pathlib import Path
 
 from tilewright.kernels.errors import PlanError
 
+from ..plan import CHUNK
 from ..progress import Progress
 from ..records.journal import Journal
 from .job import Destination, Job
 from .preflight import check_gone
 from .shards import ShardPlan
 from .workers import Workers
-from .writer import CHUNK
 
 
 def check_reused(job: Job, journal: Journal, progress: Progress) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from tilewright.kernels.errors import CheckpointError
 
-CHUNK = 1 << 20  # bytes at a time: fits a core's own cache, so that what was just written is hashed from there
+from ..plan import CHUNK
 
 
 class FileWriter:

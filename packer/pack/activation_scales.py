@@ -15,14 +15,14 @@ import torch
 from tilewright.kernels.packed.module_spec import INPUT_SCALE, ModuleSpec, RankSharding
 from tilewright.kernels.tensors import Reject, TensorSpec
 
-from ..plan import Piece, Source, Task
+from ..plan import Piece, Source, Step, Task
 from .groups import ModuleGroup
 
 OF_ALL_RANKS = "gpu-trtllm-w4"  # the layout whose engine does so
 
 
 @dataclass(frozen=True)
-class LargestStep:
+class LargestStep(Step):
     """The largest of scalar tensors.
 
     Attributes:

@@ -25,6 +25,7 @@ from tilewright.kernels.tensors import QTensor, Reject
 
 from ..checkpoint.matrices import Matrix
 from ..families.config import LATENT_SIZES, text_config
+from ..plan import Step
 from .sharding import RankSlice
 from .steps import read_codes
 
@@ -71,7 +72,7 @@ def heads_of(weight: Matrix, config: Mapping[str, Any], ranks: int) -> Heads | R
 
 
 @dataclass(frozen=True)
-class AbsorbStep:
+class AbsorbStep(Step):
     """Makes `w_kc` and `w_vc` of one `kv_b_proj`.
 
     Attributes:

@@ -169,7 +169,7 @@ class _Planner:
             },
             {
                 "job": "pack",
-                "target": repr(self.target),
+                "target": self.target.record(),
                 "cut": self.sharding.to_json(),
                 "solver": solver_of(source.root),
             },

@@ -15,7 +15,7 @@ from tilewright.kernels.tensors import QTensor
 from ..checkpoint.encoding import first_bad
 from ..checkpoint.matrices import Matrix
 from ..checkpoint.packed import join_rows, split_rows
-from ..plan import NotFiniteError
+from ..plan import NotFiniteError, Step
 from .sharding import RankSlice
 
 
@@ -67,7 +67,7 @@ class PackedPart:
 
 
 @dataclass(frozen=True)
-class PackStep:
+class PackStep(Step):
     """Packs one Linear, or one expert's gate, up and down.
 
     Attributes:
@@ -93,7 +93,7 @@ class PackStep:
 
 
 @dataclass(frozen=True)
-class UnpackStep:
+class UnpackStep(Step):
     """Turns one packed matrix back into the tensors of its sources.
 
     Attributes:

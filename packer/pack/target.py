@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, fields
 
 from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.layouts import LAYOUTS
@@ -14,13 +14,16 @@ from tilewright.kernels.tensors import Reject, TensorSpec
 from ..checkpoint.matrices import Matrix
 from ..families.roles import Role
 
+ALWAYS_TOLD = ("preferred", "id", "roles", "reduces_scales", "absorbs", "joins")  # fields that release 0.1 recorded
 PACKED_PREFIXES = ("cpu-", "gpu-")  # ids of layouts that kernels read; all others are checkpoint layouts
 
 
-class PackTarget(Protocol):
+@dataclass(frozen=True)
+class PackTarget(ABC):
     """What is packed for: decides the layout of each weight.
 
     Attributes:
+        preferred: Layout to prefer, or None.
         id: Name of the target.
         roles: Roles of the weights that are packed; all others are copied.
         reduces_scales: Whether static activation scales of a layer's experts are also stored as one.
@@ -28,43 +31,37 @@ class PackTarget(Protocol):
         joins: Whether Linears of the same input are packed as one.
     """
 
-    @property
-    def id(self) -> str: ...  # noqa: D102
+    preferred: str | None = None
+    id: str = ""
+    roles: tuple[Role, ...] = ()
+    reduces_scales: bool = False
+    absorbs: bool = False
+    joins: bool = False
 
-    @property
-    def roles(self) -> tuple[Role, ...]: ...  # noqa: D102
-
-    @property
-    def reduces_scales(self) -> bool: ...  # noqa: D102
-
-    @property
-    def absorbs(self) -> bool: ...  # noqa: D102
-
-    @property
-    def joins(self) -> bool: ...  # noqa: D102
-
+    @abstractmethod
     def layout(self, role: Role, fmt: WeightFormat, shape: tuple[int, ...], parts: int) -> Layout | Reject | None:
         """The layout of a weight; a reject if it cannot be packed; None if this target leaves it as it is."""
 
+    def record(self) -> str:
+        """What manifest and plan hash say of this target.
+
+        Fields newer than release 0.1 are told only where they differ from their default, so that adding one changes
+        neither the manifests nor the hash of a plan that does not use it: an unfinished run can still be resumed.
+        """
+        told = [
+            f"{field.name}={getattr(self, field.name)!r}"
+            for field in fields(self)
+            if field.name in ALWAYS_TOLD or getattr(self, field.name) != field.default
+        ]
+        return f"{type(self).__name__}({', '.join(told)})"
+
 
 @dataclass(frozen=True)
-class CpuTarget:
-    """Every weight in the first CPU layout that accepts it.
+class CpuTarget(PackTarget):
+    """Every weight in the first CPU layout that accepts it."""
 
-    Attributes:
-        preferred: Layout to prefer, or None.
-        id: Name of the target.
-        roles: Roles of the weights that are packed.
-        reduces_scales: See `PackTarget`.
-        absorbs: See `PackTarget`.
-        joins: See `PackTarget`.
-    """
-
-    preferred: str | None = None
     id: str = "cpu"
     roles: tuple[Role, ...] = ("linear", "expert", "head", "shared-gate", "mtp-projection")
-    reduces_scales: bool = False
-    absorbs: bool = False
     joins: bool = True
 
     def layout(self, role: Role, fmt: WeightFormat, shape: tuple[int, ...], parts: int) -> Layout | Reject | None:
@@ -81,24 +78,13 @@ class CpuTarget:
 
 
 @dataclass(frozen=True)
-class GpuTarget:
-    """The int4 experts in one GPU layout; all else as it is, for the engine that runs it.
-
-    Attributes:
-        preferred: The layout.
-        id: Name of the target.
-        roles: Roles of the weights that are packed.
-        reduces_scales: See `PackTarget`.
-        absorbs: See `PackTarget`.
-        joins: See `PackTarget`.
-    """
+class GpuTarget(PackTarget):
+    """The int4 experts in one GPU layout; all else as it is, for the engine that runs it."""
 
     preferred: str = "gpu-hopper-w4"
     id: str = "gpu"
     roles: tuple[Role, ...] = ("expert",)
     reduces_scales: bool = True
-    absorbs: bool = False
-    joins: bool = False
 
     def layout(self, role: Role, fmt: WeightFormat, shape: tuple[int, ...], parts: int) -> Layout | Reject | None:
         """The layout, or why it cannot hold the weight."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -14,7 +15,7 @@ from tilewright.kernels.tensors import QTensor, TensorSpec
 
 from ..checkpoint.encoding import Decoder, first_bad
 from ..checkpoint.matrices import take_rows
-from ..plan import NotFiniteError
+from ..plan import NotFiniteError, Step, Work
 from ..schemes.scheme import StorageSpec
 from ..solvers import SOLVERS
 from ..solvers.blocks import block_amax, encode
@@ -106,7 +107,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class QuantizeStep:
+class QuantizeStep(Step):
     """Quantizes one matrix, or one expert of a stack, into one or more output matrices.
 
     Attributes:
@@ -143,6 +144,19 @@ class QuantizeStep:
                 name, default = part.input_scale
                 outputs[name] = torch.tensor([self.input_scale(part, default)], dtype=torch.bfloat16)
         return outputs
+
+    def work(self) -> Iterable[Work]:
+        """See `Step.work`: what is quantized; codes that are taken over and rows that are kept cost nothing here."""
+        for part in self.parts:
+            if part.target is not None and part.target.format != self.stored_format:
+                kind = (part.target.format, self.solver, self.device)
+                yield Work(kind, part.count * self.k, partial(self._try, part.target))
+
+    def _try(self, target: StorageSpec, weight: torch.Tensor) -> None:
+        n, k = weight.shape
+        solver = SOLVERS[self.solver]
+        q = quantize_matrix(lambda first, last: weight[first:last], (n, k), target.weight_format, solver, self.device)
+        target.checkpoint_layout.pack(q)
 
     def input_scale(self, part: Part, default: float) -> float:
         """The static activation scale of a part; `default` unless activations are known."""
@@ -183,7 +197,7 @@ def _keep(q: QTensor | None, rows: tuple[int, int, int]) -> QTensor | None:
 
 
 @dataclass(frozen=True)
-class SplitStep:
+class SplitStep(Step):
     """Cuts one expert's row of a stacked bias into the biases of its matrices, bytes unchanged.
 
     Attributes:

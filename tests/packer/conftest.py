@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from tilewright.kernels.errors import SchemeError
 from tilewright.kernels.tensors import TensorSpec
 from tilewright.packer.checkpoint.files import Checkpoint
-from tilewright.packer.plan import Copy, Fate, Piece, Plan, Source, Task
+from tilewright.packer.plan import Copy, Fate, Piece, Plan, Source, Step, Task
 from tilewright.packer.quantize.options import QuantizeOptions
 from tilewright.packer.quantize.planner import plan_quantize
 
@@ -24,7 +24,7 @@ MODELS = Path(__file__).parents[2] / "examples" / "models"
 
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(Step):
     """int8 codes and one fp32 scale per row, of a matrix or of one matrix of a stack."""
 
     codes: str

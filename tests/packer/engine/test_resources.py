@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
+from tilewright.kernels.tensors import TensorSpec
 from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.job import RunOptions
 from tilewright.packer.engine.preflight import prepare
 from tilewright.packer.engine.resources import BASE_MEMORY, disk_needed, memory_plan, task_memory
 from tilewright.packer.engine.shards import plan_shards
+from tilewright.packer.estimate import compute_seconds
 from tilewright.packer.limits import available_memory
-from tilewright.packer.plan import Plan
+from tilewright.packer.plan import Copy, Plan, Step, Work
 
 MakePlan = Callable[..., Plan]
 LARGEST = (4096, 8192)  # 64 MiB in bf16
@@ -79,3 +82,34 @@ def test_the_job_says_what_it_needs(make_source: Callable[..., Path], make_plan:
     assert (job.workers, job.finished) == (3, False)
     assert 0 < job.disk_needed < job.disk_free
     assert job.peak_memory > BASE_MEMORY
+
+
+@dataclass(frozen=True)
+class Heavy(Step):
+    """Says for itself what it needs, unlike any step of ours."""
+
+    trials: list[torch.Tensor]
+
+    def run(self, sources: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        raise NotImplementedError
+
+    def memory(self, sources: Sequence[TensorSpec], results: int) -> int:
+        return 7 * sum(spec.nbytes for spec in sources) + results
+
+    def work(self) -> Iterable[Work]:
+        return (Work(("heavy",), 3 << 20, self.trials.append), Work(("heavy",), 5 << 20, self.trials.append))
+
+
+def test_steps_state_their_own_memory_and_work(make_source: Callable[..., Path], make_plan: MakePlan) -> None:
+    checkpoint = open_checkpoint(make_source())
+    plan = make_plan(checkpoint)
+    assert compute_seconds(plan, 1) == 0  # its steps state no work
+    tasks = [task for task in plan.tasks if not isinstance(task.step, Copy)]
+    heavy = Heavy([])
+    for task in tasks:
+        needs = sum(checkpoint.spec(source.name).nbytes for source in task.sources if source.index is None)
+        results = sum(piece.spec.nbytes for piece in task.pieces)
+        if all(source.index is None for source in task.sources):
+            assert task_memory(replace(task, step=heavy), checkpoint) == 7 * needs + results
+    assert compute_seconds(replace(plan, tasks=tuple(replace(task, step=heavy) for task in tasks)), 2) > 0
+    assert len(heavy.trials) == 3  # one kind of work is timed once, as the best of three

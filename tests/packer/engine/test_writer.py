@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from tilewright.kernels.errors import CheckpointError
-from tilewright.packer.engine.writer import CHUNK, FileWriter
+from tilewright.packer.engine.writer import FileWriter
+from tilewright.packer.plan import CHUNK
 from tilewright.packer.records.atomic import atomic_write, opened
 
 
