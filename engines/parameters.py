@@ -10,7 +10,7 @@ were packed as one. Where they were not, they are joined here, which copies them
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -19,7 +19,6 @@ from tilewright.kernels.layouts.cpu_blocks import BLOCK_K, BLOCK_N, row_unit
 from tilewright.kernels.model_names import JOINED
 from tilewright.kernels.packed.directory import PackedCheckpoint
 from tilewright.kernels.packed.module_spec import ModuleSpec
-from tilewright.kernels.registry import Registry
 
 SAME = {
     "cpu-vnni-bf16": {"weight": "weight"},
@@ -30,43 +29,23 @@ SAME = {
 
 @dataclass(frozen=True)
 class Engine:
-    """What an engine calls the parameters of its packed layers.
+    """What an engine calls the parameters of its packed layers; each has its own in `engines/<id>/parameters.py`.
 
     Attributes:
         id: Name of the engine.
         suffixes: Layout id -> our suffix -> the engine's.
-        operators: Layout id -> operator of the engine that takes the tensors.
     """
 
     id: str
     suffixes: Mapping[str, Mapping[str, str]]
-    operators: Mapping[str, str] = field(
-        default_factory=lambda: {
-            "cpu-vnni-bf16": "weight_packed_linear",
-            "cpu-vnni-int8": "int8_scaled_mm_with_quant",
-            "cpu-vnni-fp8": "fp8_scaled_mm_cpu",
-            "cpu-vnni-int4": "int4_scaled_mm_cpu",
-        }
-    )
 
 
-_AWQ = {"weight": "qweight", "weight_zero_point": "qzeros", "weight_scale": "scales"}
-_COMPRESSED = {"weight": "weight_packed", "weight_zero_point": "weight_zero_point", "weight_scale": "weight_scale"}
-ENGINES: Registry[Engine] = Registry(
-    "engine",
-    (
-        Engine("sglang", SAME | {"cpu-vnni-int4": _AWQ}),
-        Engine("vllm", SAME | {"cpu-vnni-int4": _COMPRESSED}),
-    ),
-)
-
-
-def engine_parameters(packed: PackedCheckpoint, engine: str) -> Iterator[tuple[str, torch.Tensor]]:
+def engine_parameters(packed: PackedCheckpoint, engine: Engine) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor of every parameter that an engine has once it has packed the model's weights.
 
     Args:
         packed: The packed directory.
-        engine: A key of `ENGINES`.
+        engine: `engines.sglang.parameters.SGLANG` or `engines.vllm.parameters.VLLM`.
 
     Yields:
         Parameters of Linears (`<module>.weight`, …, and `bias` in fp32), of experts (`<path>.experts.w13_weight`, …),
@@ -75,15 +54,14 @@ def engine_parameters(packed: PackedCheckpoint, engine: str) -> Iterator[tuple[s
     Raises:
         LayoutError: The engine's kernels cannot run one of the modules; lists all of them.
     """
-    names = ENGINES[engine].suffixes
     if problems := [reason for name, spec in packed.specs.items() if (reason := _why_not(name, spec))]:
-        raise LayoutError(f"{packed.root}: kernels of {engine} cannot run it:\n  " + "\n  ".join(problems))
+        raise LayoutError(f"{packed.root}: kernels of {engine.id} cannot run it:\n  " + "\n  ".join(problems))
     for target, members in _merge(packed).items():
         spec = packed.specs[members[0]]
         stacked = len(spec.shape) == 3
         for suffix in spec.tensors():
             tensors = [_exact(packed.tensor(f"{member}.{suffix}"), packed.specs[member], suffix) for member in members]
-            theirs = names[spec.layout.id].get(suffix, suffix)
+            theirs = engine.suffixes[spec.layout.id].get(suffix, suffix)
             yield f"{target}{'_' if stacked else '.'}{theirs}", tensors[0] if len(tensors) == 1 else _join(tensors)
     for name in packed.plain:
         yield name, packed.tensor(name)

@@ -10,7 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tilewright.engines.parameters import ENGINES, engine_parameters
+from tilewright.engines.parameters import Engine, engine_parameters
+from tilewright.engines.sglang.parameters import SGLANG
+from tilewright.engines.vllm.parameters import VLLM
 from tilewright.kernels.errors import LayoutError
 from tilewright.kernels.packed.directory import load_packed
 from tilewright.packer.checkpoint.files import open_checkpoint
@@ -33,8 +35,8 @@ def engine_packing(weight: torch.Tensor, columns: int) -> torch.Tensor:
     return torch.cat(blocks).reshape(weight.shape[0], -1)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_int8(engine: str, quantized: Call, packed: Call) -> None:
+@pytest.mark.parametrize("engine", [SGLANG, VLLM], ids=lambda engine: engine.id)
+def test_int8(engine: Engine, quantized: Call, packed: Call) -> None:
     source = load_file(quantized("tiny-qwen3-moe", "int8") / "model.safetensors")
     found = dict(engine_parameters(load_packed(packed("tiny-qwen3-moe", "int8")), engine))
     parts = [source[f"{LAYER}.self_attn.{name}_proj.weight"] for name in "qkv"]
@@ -53,7 +55,7 @@ def test_int8(engine: str, quantized: Call, packed: Call) -> None:
 
 def test_fp8(quantized: Call, packed: Call) -> None:
     source = load_file(quantized("tiny-deepseek-v3", "block-fp8") / "model.safetensors")
-    found = dict(engine_parameters(load_packed(packed("tiny-deepseek-v3", "block-fp8")), "sglang"))
+    found = dict(engine_parameters(load_packed(packed("tiny-deepseek-v3", "block-fp8")), SGLANG))
     name = "model.layers.0.mlp"
     weights = [source[f"{name}.{part}_proj.weight"].view(torch.uint8) for part in ("gate", "up")]
     merged = found[f"{name}.gate_up_proj.weight"]
@@ -67,9 +69,9 @@ def test_fp8(quantized: Call, packed: Call) -> None:
 
 @pytest.mark.parametrize(
     ("engine", "names"),
-    [("sglang", ("qweight", "qzeros", "scales")), ("vllm", ("weight_packed", "weight_zero_point", "weight_scale"))],
+    [(SGLANG, ("qweight", "qzeros", "scales")), (VLLM, ("weight_packed", "weight_zero_point", "weight_scale"))],
 )
-def test_int4(engine: str, names: tuple[str, ...], packed: Call) -> None:
+def test_int4(engine: Engine, names: tuple[str, ...], packed: Call) -> None:
     found = dict(engine_parameters(load_packed(packed("tiny-qwen3-moe", "w4afp8")), engine))
     shapes = [(8, 8, 2, 16 * 128 + 128), (8, 8, 2, 32), (8, 8, 2, 32)]
     for name, shape in zip(names, shapes, strict=True):
@@ -78,13 +80,13 @@ def test_int4(engine: str, names: tuple[str, ...], packed: Call) -> None:
 
 def test_tensors_that_are_not_joined_are_views(packed: Call) -> None:
     opened = load_packed(packed("tiny-qwen3-moe", "int8"))
-    found = dict(engine_parameters(opened, "vllm"))
+    found = dict(engine_parameters(opened, VLLM))
     name = f"{LAYER}.self_attn.o_proj.weight"
     assert found[name].data_ptr() == opened.tensor(name).data_ptr()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_joined_when_packed_or_when_handed_over_is_the_same(engine: str, quantized: Call, tmp_path: Path) -> None:
+@pytest.mark.parametrize("engine", [SGLANG, VLLM], ids=lambda engine: engine.id)
+def test_joined_when_packed_or_when_handed_over_is_the_same(engine: Engine, quantized: Call, tmp_path: Path) -> None:
     """What was packed as one is a view, what was not is joined now; names, shapes and bytes are equal."""
     checkpoint = open_checkpoint(quantized("tiny-deepseek-v3", "block-fp8"))
     opened = []
@@ -112,7 +114,7 @@ def pack(tensors: dict[str, torch.Tensor], folder: Path) -> Path:
 
 def test_a_last_block_of_16_rows(tmp_path: Path) -> None:
     weight = torch.randn(48, 64).to(torch.bfloat16)
-    found = dict(engine_parameters(load_packed(pack({"model.layers.0.o_proj.weight": weight}, tmp_path)), "sglang"))
+    found = dict(engine_parameters(load_packed(pack({"model.layers.0.o_proj.weight": weight}, tmp_path)), SGLANG))
     assert torch.equal(found["model.layers.0.o_proj.weight"], engine_packing(weight, 2))
 
 
@@ -123,6 +125,6 @@ def test_sizes_that_engines_do_not_run_are_listed(tmp_path: Path) -> None:
     }
     packed = load_packed(pack({name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}, tmp_path))
     with pytest.raises(LayoutError) as error:
-        list(engine_parameters(packed, "vllm"))
+        list(engine_parameters(packed, VLLM))
     assert "o_proj: N = 40 is not a multiple of 16" in str(error.value)
     assert "down_proj: K = 72 is not a multiple of 32" in str(error.value)
