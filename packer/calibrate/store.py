@@ -62,7 +62,7 @@ class Solution:
             for module, fmt in about["formats"].items()
         }
         replaced = {
-            name.removeprefix("replaced:"): file.tensor(name) for name in header.entries if name.startswith("replaced:")
+            name.removeprefix("replaced:"): file.tensor(name) for name in header.specs if name.startswith("replaced:")
         }
         return Solution(weights, about["inputs"], replaced, about["tokens"])
 

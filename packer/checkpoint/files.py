@@ -55,7 +55,7 @@ class Checkpoint:
 
     def spec(self, name: str) -> TensorSpec:
         """Data type and shape of tensor `name`."""
-        return self.entry(name).spec
+        return self.headers[self.files[name]].specs[name]
 
     def extent(self, source: Source) -> tuple[Path, int, int]:
         """File, first byte and number of bytes of the tensor or of the slice of it."""
@@ -144,7 +144,7 @@ def _open_file(path: Path, consumed: bool) -> Checkpoint:
         config = _read_config(path.parent, stamps)
     else:
         notes = (f"{path.name}: no config.json beside it, so nothing is known about the architecture",)
-    return Checkpoint(path.parent, config, headers, dict.fromkeys(header.entries, path.name), (), gone, stamps, notes)
+    return Checkpoint(path.parent, config, headers, dict.fromkeys(header.specs, path.name), (), gone, stamps, notes)
 
 
 def _open_directory(root: Path, consumed: bool) -> Checkpoint:

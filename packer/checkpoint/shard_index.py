@@ -95,17 +95,21 @@ def read_index(path: Path) -> dict[str, str]:
     weight_map: Any = read_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: no `weight_map` from tensor names to files")
-    bad = sorted({str(file) for file in weight_map.values() if not _stays_inside(file)})
+    files = {file: file for file in weight_map.values() if isinstance(file, str)}
+    bad = sorted(
+        {str(file) for file in weight_map.values() if not isinstance(file, str)}
+        | {file for file in files if not _stays_inside(file)}
+    )
     if bad:
         raise CheckpointError(
             f"{path}: names files that are no plain .safetensors names: {listing(bad)}",
             hint="shards must lie in the directory of their index; absolute paths and `..` are refused",
         )
-    return weight_map
+    return {name: files[file] for name, file in weight_map.items()}  # one object for each file
 
 
-def _stays_inside(file: Any) -> bool:
-    if not isinstance(file, str) or not file.isprintable() or "\\" in file or len(file.encode()) > 255:
+def _stays_inside(file: str) -> bool:
+    if not file.isprintable() or "\\" in file or len(file.encode()) > 255:
         return False
     path = PurePosixPath(file)
     return path.suffix == ".safetensors" and not path.is_absolute() and ".." not in path.parts
@@ -171,8 +175,8 @@ def _files_without_index(headers: dict[str, Header], problems: list[str]) -> dic
     files: dict[str, str] = {}
     twice = []
     for file, header in headers.items():
-        twice += [f"{name} ({files[name]}, {file})" for name in header.entries if name in files]
-        files.update(dict.fromkeys(header.entries, file))
+        twice += [f"{name} ({files[name]}, {file})" for name in header.specs if name in files]
+        files.update(dict.fromkeys(header.specs, file))
     if twice:
         problems.append(f"no {INDEX_NAME}, and {len(twice)} tensors are in two shards: {listing(twice)}; add the index")
     return files
@@ -182,13 +186,13 @@ def _resolve(
     index: str, weight_map: dict[str, str], headers: dict[str, Header], problems: list[str]
 ) -> tuple[dict[str, str], list[str]]:
     """The index decides; tensors that it leaves out of a shard it names are kept, for engines would load them too."""
-    absent = [n for n, file in weight_map.items() if file in headers and n not in headers[file].entries]
+    absent = [n for n, file in weight_map.items() if file in headers and n not in headers[file].specs]
     if absent:
         problems.append(f"{index} names {len(absent)} tensors that are not in their shard: {listing(sorted(absent))}")
     files: dict[str, str] = {}
     notes, repeated, extra, twice = [], [], [], []
     for file, header in headers.items():
-        for name in header.entries:
+        for name in header.specs:
             owner = weight_map.get(name, file)
             if owner != file:
                 repeated.append(f"{name} ({file}, taken from {owner})")

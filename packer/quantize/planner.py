@@ -81,9 +81,9 @@ def plan_quantize(checkpoint: Checkpoint, options: QuantizeOptions, device: str 
 def source_specs(checkpoint: Checkpoint) -> dict[str, TensorSpec]:
     """Specification of every tensor that the index names, in the order in which they lie in the files."""
     return {
-        name: entry.spec
+        name: spec
         for file, header in sorted(checkpoint.headers.items())
-        for name, entry in header.entries.items()
+        for name, spec in header.specs.items()
         if checkpoint.files.get(name) == file
     }
 

@@ -56,14 +56,14 @@ class PackedCheckpoint(Mapping[str, PackedModule]):
         first = headers[0].metadata
         self.scheme = first.get("tilewright.scheme", "none")
         self.sharding = RankSharding.from_json(first.get("tilewright.cut", ""))
-        self._files = {name: header for header in headers for name in header.entries}
+        self._files = {name: header for header in headers for name in header.specs}
         self.specs = _read_specs(headers, self.sharding)
         stacks = {name.rpartition(".")[0] for name, spec in self.specs.items() if len(spec.shape) == 3}
         self.experts = {name for name in stacks if {f"{name}.{UPPER}", f"{name}.{LOWER}"} <= self.specs.keys()}
         self.joined = {part: name for name, spec in self.specs.items() for part in spec.linears()}
         owned = {f"{name}.{suffix}" for name, spec in self.specs.items() for suffix in spec.tensors()}
         self.plain: dict[str, TensorSpec] = {
-            name: header.entries[name].spec for name, header in self._files.items() if name not in owned
+            name: header.specs[name] for name, header in self._files.items() if name not in owned
         }
         self._maps: dict[Path, MappedFile] = {}
         self._modules: dict[str, PackedModule] = {}
@@ -171,12 +171,12 @@ class PackedCheckpoint(Mapping[str, PackedModule]):
                 found.append(error.message)
             for suffix, expected in spec.tensors().items():
                 full = f"{name}.{suffix}"
-                entry = self._files[full].entries[full] if full in self._files else None
-                if entry is None:
+                stored = self._files[full].specs[full] if full in self._files else None
+                if stored is None:
                     found.append(f"`{full}` is missing")
-                elif entry.spec != expected:
+                elif stored != expected:
                     found.append(
-                        f"`{full}` is {entry.spec.dtype} {list(entry.spec.shape)}, layout `{spec.layout.id}` demands "
+                        f"`{full}` is {stored.dtype} {list(stored.shape)}, layout `{spec.layout.id}` demands "
                         f"{expected.dtype} {list(expected.shape)}"
                     )
         return found

@@ -8,12 +8,15 @@ without holes or overlaps. The safetensors library reads tensors too, but tells 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import mmap
 import os
 import stat
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +48,7 @@ DTYPE_NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.ite
 MAX_HEADER = 100_000_000  # the safetensors library refuses longer headers too
 MAX_RANK = 64  # torch's kernels stop there
 MAX_SIZE = 2**63 - 1  # of a dimension and of an offset; also keeps the product of a shape cheap to compute
+FIELDS = {"dtype", "shape", "data_offsets"}  # of a tensor
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,8 @@ class Header:
     Attributes:
         path: The file.
         metadata: The free-form string map, empty if absent.
-        entries: Tensors in the order of their data.
+        specs: dtype and shape of each tensor, in the order of their data. Equal ones are one object: a model of
+            hundreds of thousands of tensors has a few dozen of them.
         size: Size of the whole file in bytes.
         data_start: Where the data begins: everything before it is the header.
         digest: sha256 of the header's bytes, in hexadecimal.
@@ -108,11 +113,17 @@ class Header:
 
     path: Path
     metadata: dict[str, str]
-    entries: dict[str, Entry]
+    specs: dict[str, TensorSpec]
     size: int
     data_start: int
     digest: str
     stamp: FileStamp
+
+    @cached_property
+    def entries(self) -> dict[str, Entry]:
+        """Where each tensor lies: right behind the one before it. Planning does without, so they are made on demand."""
+        ends = itertools.accumulate((spec.nbytes for spec in self.specs.values()), initial=self.data_start)
+        return {name: Entry(spec, start) for (name, spec), start in zip(self.specs.items(), ends, strict=False)}
 
 
 def read_header(path: Path) -> Header:
@@ -134,18 +145,18 @@ def parse_header(path: Path, raw: bytes, stamp: FileStamp) -> Header:
     data_start, size = 8 + len(raw), stamp.size
     try:
         metadata, found = _parse(raw)
-        entries = _place(found, data_start)
+        specs = _in_order(found)
     except (ValueError, RecursionError) as error:
         hint = "fetch the file again; if it stays like this, the tool that wrote it is broken"
         raise CheckpointError(f"{path}: broken safetensors header: {error}", hint=hint) from error
-    end = max((entry.start + entry.spec.nbytes for entry in entries.values()), default=data_start)
+    end = data_start + sum(spec.nbytes for spec in specs.values())
     if end != size:
         kind = "cut off" if size < end else "longer than its tensors"
         raise CheckpointError(
             f"{path}: the file is {kind}: its header describes {end} bytes, the file has {size}",
             hint="fetch the file again; a shorter file reads as zeros, a longer one was written by a broken tool",
         )
-    return Header(path, metadata, entries, size, data_start, hashlib.sha256(raw).hexdigest(), stamp)
+    return Header(path, metadata, specs, size, data_start, hashlib.sha256(raw).hexdigest(), stamp)
 
 
 def _read_raw(path: Path) -> tuple[FileStamp, bytes]:
@@ -194,21 +205,26 @@ def _parse(raw: bytes) -> tuple[dict[str, str], list[tuple[str, TensorSpec, int,
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("`__metadata__` is not a map of strings")
     found = [_entry(name, fields) for name, fields in header.items()]
-    return metadata, sorted(found, key=lambda item: item[2:])
+    return metadata, sorted(found, key=itemgetter(2, 3))
 
 
-def _place(found: list[tuple[str, TensorSpec, int, int]], data_start: int) -> dict[str, Entry]:
-    entries: dict[str, Entry] = {}
+def _in_order(found: list[tuple[str, TensorSpec, int, int]]) -> dict[str, TensorSpec]:
+    """The tensors in the order of their data, which must leave no hole."""
     position = 0
-    for name, spec, start, end in found:
+    for name, _, start, end in found:
         if start != position:
             kind = "a hole" if start > position else "an overlap"
             raise ValueError(
                 f"{quoted(name)} starts at data byte {start}, the tensor before it ends at {position}: {kind}"
             )
-        entries[name] = Entry(spec, data_start + start)
         position = end
-    return entries
+    return {name: spec for name, spec, _, _ in found}
+
+
+@lru_cache(maxsize=4096)
+def _spec(dtype: str, shape: tuple[int, ...]) -> TensorSpec:
+    """The one specification for this dtype and shape."""
+    return TensorSpec(DTYPES[dtype], shape)
 
 
 def _entry(name: str, fields: Any) -> tuple[str, TensorSpec, int, int]:
@@ -224,7 +240,7 @@ def _entry(name: str, fields: Any) -> tuple[str, TensorSpec, int, int]:
 
 
 def _place_of(fields: Any) -> tuple[TensorSpec, int, int]:
-    if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(fields, dict) or fields.keys() != FIELDS:
         raise ValueError("needs dtype, shape and data_offsets and nothing else")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
@@ -233,7 +249,7 @@ def _place_of(fields: Any) -> tuple[TensorSpec, int, int]:
         raise ValueError(f"has shape {quoted(str(shape))}, up to {MAX_RANK} natural numbers are expected")
     if not _naturals(offsets) or len(offsets) != 2:
         raise ValueError(f"has data_offsets {quoted(str(offsets))}, two natural numbers are expected")
-    spec = TensorSpec(DTYPES[dtype], tuple(shape))
+    spec = _spec(dtype, tuple(shape))
     if offsets[1] - offsets[0] != spec.nbytes:
         size, room = quoted(str(spec.nbytes)), offsets[1] - offsets[0]
         raise ValueError(f"is {dtype} {quoted(str(shape))}, {size} bytes, but its data_offsets leave {room}")
