@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from tilewright.kernels.errors import TilewrightError, check_choice
+from tilewright.kernels.errors import CheckpointError, TilewrightError, check_choice
 
 from ..checkpoint.files import open_checkpoint
 from ..engine.identity import reading
@@ -63,11 +63,16 @@ def quantize(
         return ongoing.result(job, dry_run=True, timed=True)
     ongoing.execute(job, partial(calibrate.run, job, ongoing.progress) if calibrate else tuple)
     consumed = ongoing.options.consume or checkpoint.gone
-    loss = None
+    loss, told = None, []
     if not consumed:
-        with reading(checkpoint):
-            loss = measure(checkpoint, open_checkpoint(output))
-    ongoing.tell([str(loss)] if loss else [])
+        written = open_checkpoint(output)
+        try:
+            with reading(checkpoint):
+                loss = measure(checkpoint, written)
+            told = [str(loss)] if loss else []
+        except CheckpointError as error:  # the output was finished before, from the source as it was then
+            told = [f"the output is complete, but what it lost was not measured: {error}"]
+    ongoing.tell(told)
     return ongoing.result(job, dry_run=False, loss=loss)
 
 

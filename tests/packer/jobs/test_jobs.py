@@ -288,3 +288,18 @@ def test_what_the_page_names_is_there() -> None:
     assert named <= {*tilewright.__all__, "packer", "kernels", "engines", "cli"}, named
     for block in re.findall(r"^```python\n(.*?)^```", page, re.M | re.S):
         compile(block, "docs/python.md", "exec")
+
+
+def test_a_source_that_goes_after_the_end_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(QWEN, source)
+    tilewright.quantize(source, tmp_path / "undisturbed", "int8", progress=QUIET)
+
+    def then_it_goes(*_: object) -> None:
+        next(source.glob("*.safetensors")).unlink()
+
+    monkeypatch.setattr("tilewright.packer.jobs.quantize.measure", then_it_goes)
+    done = tilewright.quantize(source, tmp_path / "output", "int8", progress=QUIET)
+    assert any("the output is complete, but" in note and "cannot be read any more" in note for note in done.notes)
+    for file in (tmp_path / "undisturbed").iterdir():
+        assert (tmp_path / "output" / file.name).read_bytes() == file.read_bytes()
