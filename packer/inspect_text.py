@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from .families.config import HIDDEN, LAYERS
 from .inspect import Inspection, ItemGroup
 
 SIZES = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
@@ -30,8 +31,8 @@ def _headline(found: Inspection) -> list[str]:
     kind = {"plain": "plain checkpoint", "quantized": f"quantized: {found.scheme}", "packed": f"packed: {found.scheme}"}
     lines = [kind[found.kind] + (f", by Tilewright {found.made_by}" if found.made_by else "")]
     facts = [str(model["model_type"] or "unknown model")]
-    facts += [f"{model['num_hidden_layers']} layers"] * bool(model["num_hidden_layers"])
-    facts += [f"hidden size {model['hidden_size']}"] * bool(model["hidden_size"])
+    facts += [f"{model[LAYERS]} layers"] * bool(model[LAYERS])
+    facts += [f"hidden size {model[HIDDEN]}"] * bool(model[HIDDEN])
     if model["experts"]:
         width = f" of width {model['moe_intermediate_size']}" if model["moe_intermediate_size"] else ""
         facts.append(f"{model['experts']} experts{width}, {model['num_experts_per_tok']} per token")

@@ -14,7 +14,7 @@ from torch import distributed, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from tilewright.kernels.errors import CheckpointError
-from tilewright.kernels.model_names import ACTIVATION_NAMES
+from tilewright.kernels.model_names import ACTIVATION_NAMES, LAYER_NUMBER
 from tilewright.kernels.modules import PackedExperts, PackedLinear, PackedMlp
 from tilewright.kernels.ops import experts as ops_experts
 from tilewright.kernels.ops.reference_experts import gated
@@ -28,7 +28,6 @@ from .norms import replace_norms
 WITHOUT_TRANSFORMERS = "`load_packed` gives the packed modules without transformers"
 TRUST = "read the Python code in the directory; if you trust it, pass trust_remote_code=True"
 UNSET = -(1 << 30)  # no value of an integer buffer
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # Tensors that checkpoints carry and transformers computes or does not use.
 UNUSED = re.compile(r"\.(?:input_scale|input_zero_point|activation_scale|rotary_emb\.inv_freq)$|\.w_[kv]c$|^mtp\.")
 
@@ -117,7 +116,7 @@ def _first_words(error: Exception) -> str:
 
 def _ignored(name: str, config: Any) -> bool:
     """Whether transformers has no module for it on purpose: MTP layers, activation scales, buffers it computes."""
-    layer = LAYER.search(name)
+    layer = LAYER_NUMBER.search(name)
     layers = config.get_text_config().num_hidden_layers
     return bool(UNUSED.search(name)) or bool(layer and int(layer[1]) >= layers)
 

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
 from tilewright.kernels.errors import CheckpointError
+from tilewright.kernels.model_names import HEAD, KV_B, TIED
 from tilewright.kernels.modules import PackedLinear, PackedStack
 from tilewright.kernels.packed.directory import PackedCheckpoint
 from tilewright.kernels.packed.module_spec import QUANT_METHOD
@@ -25,7 +26,7 @@ from .rank import open_rank
 from .version import check
 
 # Layers whose matrix vLLM computes with: latent attention makes its absorbed matrices of this one.
-COMPUTED_WITH = ("kv_b_proj",)
+COMPUTED_WITH = (KV_B,)
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -104,8 +105,8 @@ class TilewrightConfig(QuantizationConfig):
         if isinstance(layer, RoutedExperts):
             return self._experts(packed, layer, prefix)
         if isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
-            tied = packed.config.get("tie_word_embeddings") and "lm_head" in packed
-            head = self._take(packed, ["lm_head"]) if tied else [None]
+            tied = packed.config.get(TIED) and HEAD in packed
+            head = self._take(packed, [HEAD]) if tied else [None]
             return PlainEmbeddingMethod(head[0])
         if not isinstance(layer, LinearBase | ParallelLMHead):
             return None

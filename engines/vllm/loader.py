@@ -15,6 +15,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 from tilewright.kernels.errors import CheckpointError
+from tilewright.kernels.model_names import LAYER_NUMBER
 from tilewright.kernels.packed.directory import PackedCheckpoint
 from tilewright.kernels.packed.module_spec import QUANT_METHOD
 
@@ -23,7 +24,6 @@ from .linear import PackedLinearMethod, PlainEmbeddingMethod, PlainLinearMethod,
 from .mlp import replace_mlps
 
 logger = init_logger("vllm.tilewright")  # children of `vllm` are configured
-LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 # Tensors that checkpoints carry and vLLM computes or does not use.
 UNUSED = re.compile(r"\.(?:input_scale|input_zero_point|activation_scale|rotary_emb\.inv_freq)$|\.w_[kv]c(?:\.|$)")
 
@@ -100,7 +100,7 @@ class TilewrightLoader(DefaultModelLoader):
                 yield name, packed.tensor(name)
         layers = model_config.hf_text_config.num_hidden_layers
         for name in packed.specs.keys() - self._config.used:
-            layer = LAYER.search(name)
+            layer = LAYER_NUMBER.search(name)
             later = bool(layer and int(layer[1]) >= layers)  # of multi-token prediction
             if UNUSED.search(name) or later != self._draft:
                 continue

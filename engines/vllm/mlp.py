@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from vllm.distributed import tensor_model_parallel_all_reduce
 
+from tilewright.kernels.model_names import DOWN, GATE_UP
 from tilewright.kernels.modules import PackedLinear, PackedStack
 from tilewright.kernels.modules.mlp import PackedMlp, why_not_fused
 
 from .linear import PackedLinearMethod
 
-_CHILDREN = {"gate_up_proj", "act_fn", "down_proj"}
+_CHILDREN = {GATE_UP, "act_fn", DOWN}
 _FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -99,9 +100,9 @@ def find_activation(module: Any) -> str | None:
     gate, up, down, x = (torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes)
     twin = copy.copy(module)
     twin._modules = {
-        "gate_up_proj": _Small(torch.cat([gate, up])),
+        GATE_UP: _Small(torch.cat([gate, up])),
         "act_fn": _Native(module.act_fn),
-        "down_proj": _Small(down),
+        DOWN: _Small(down),
     }
     try:
         with torch.no_grad():

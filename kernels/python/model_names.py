@@ -1,7 +1,12 @@
-"""Names inside a model that a server has to know: what engines merge into one Linear, and the parts of a gated MLP."""
+"""Names inside a model that a server has to know: layers, head, what engines merge, and the parts of a gated MLP."""
 
 from __future__ import annotations
 
+import re
+
+HEAD, TIED = "lm_head", "tie_word_embeddings"  # the output head, and the key of config.json that makes it the embedding
+KV_B = "kv_b_proj"  # the projection of latent attention that makes keys and values of all heads
+LAYER_NUMBER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 GATE, UP, DOWN, GATE_UP = "gate_proj", "up_proj", "down_proj", "gate_up_proj"
 
 # What config.json calls an activation -> the operators' name of it.

@@ -14,7 +14,8 @@ from tilewright.kernels.errors import PlanError
 from tilewright.kernels.formats import FP8
 from tilewright.kernels.tensors import QTensor, Reject
 
-from ..families.norms import FOLDS, in_folds
+from ..families import known_folds
+from ..families.norms import in_folds
 from ..plan import Copy, Plan, Step, Task
 from ..quantize.steps import Part, QuantizeStep
 from ..schemes.scheme import SIXTEEN_BITS, StorageSpec
@@ -75,7 +76,7 @@ def calibrated(plan: Plan, method: Method, text: Path, store: Store) -> tuple[Pl
     wanted = _wanted(plan, method)
     rejects = plan.rejects
     if method.kind == "awq" and not wanted.folds:
-        kind, known = plan.config.get("model_type"), ", ".join(FOLDS)
+        kind, known = plan.config.get("model_type"), ", ".join(known_folds())
         reason = f"it is not known which weights of model_type `{kind}` read which norm"
         rejects += (Reject("--solver awq", reason, f"known are {known}; --solver gptq needs no such knowledge"),)
     elif not wanted.needed(method):
@@ -91,7 +92,7 @@ def _wanted(plan: Plan, method: Method) -> CalibrationTargets:
     targets: dict[str, StorageSpec] = {}
     inputs: set[str] = set()
     copied: dict[str, torch.dtype] = {}
-    folds = FOLDS.get(plan.config.get("model_type", ""), ()) if method.kind == "awq" else ()
+    folds = known_folds().get(plan.config.get("model_type", ""), ()) if method.kind == "awq" else ()
     for task in plan.tasks:
         step = task.step
         if isinstance(step, QuantizeStep):

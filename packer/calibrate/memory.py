@@ -8,9 +8,11 @@ from collections.abc import Mapping
 
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.reading import read_contents
+from ..families import family_of, known_folds
 from ..families.config import HIDDEN, text_config
+from ..families.experts import ExpertSpellings
 from ..families.layers import LAYER
-from ..families.norms import FOLDS, reads
+from ..families.norms import reads
 from .method import BATCH_TOKENS, CalibrationTargets, Method
 
 FP32 = 4  # bytes
@@ -45,20 +47,23 @@ def calibration_memory(checkpoint: Checkpoint, method: Method, wanted: Calibrati
             layers[found[1]][name.removesuffix(".weight")] = (weight.shape[0], weight.shape[1])
     config = text_config(checkpoint.config)
     states = FP32 * method.windows * method.window * int(config.get(HIDDEN, 0))
-    largest = max((_layer(matrices, method, wanted) for matrices in layers.values()), default=0)
+    spellings = family_of(checkpoint.config).experts
+    largest = max((_layer(matrices, spellings, method, wanted) for matrices in layers.values()), default=0)
     return LIBRARIES + outside + STATES * states + largest
 
 
-def _layer(matrices: Mapping[str, Shape], method: Method, wanted: CalibrationTargets) -> int:
+def _layer(
+    matrices: Mapping[str, Shape], spellings: ExpertSpellings, method: Method, wanted: CalibrationTargets
+) -> int:
     """Bytes for one layer: its weights, the Hessians of its inputs, and running it or solving its largest weight."""
     weights = FP32 * sum(n * k for n, k in matrices.values())
-    experts = [shape for name, shape in matrices.items() if ".experts." in name]
+    experts = [shape for name, shape in matrices.items() if spellings.container(name)]
     tokens = method.windows * method.window
     widest = max(map(max, matrices.values()), default=0)
     running = max(min(BATCH_TOKENS, tokens) * widest, tokens * max(map(max, experts), default=0)) * FP32 * WIDE
     if method.kind == "scales":
         return weights + running
-    linears = {name: shape for name, shape in matrices.items() if ".experts." not in name}
+    linears = {name: shape for name, shape in matrices.items() if not spellings.container(name)}
     hessians = FP32 * sum(k * k for k in {_input(name): k for name, (_, k) in linears.items()}.values())
     solved = [shape for name, shape in matrices.items() if name in wanted.targets]
     if method.kind == "awq":
@@ -69,7 +74,7 @@ def _layer(matrices: Mapping[str, Shape], method: Method, wanted: CalibrationTar
 
 def _input(module: str) -> tuple[str, str]:
     """What a Linear reads, the same for those of one block that read one norm, such as q, k and v."""
-    folds = (fold for family in FOLDS.values() for fold in family)
+    folds = (fold for family in known_folds().values() for fold in family)
     norm = next((fold.norm for fold in folds if reads(module, fold)), None)
     block, _, own = module.rpartition(".")
     return block, norm or own

@@ -10,12 +10,13 @@ from pathlib import Path
 import torch
 
 from tilewright.kernels.errors import VerifyError
+from tilewright.kernels.model_names import HEAD
 from tilewright.kernels.packed.module_spec import ModuleSpec, RankSharding
 from tilewright.kernels.tensors import QTensor
 
 from ..families import family_of
 from ..families.config import is_tied
-from ..families.layers import EMBEDDING, HEAD
+from ..families.layers import EMBEDDING
 from ..plan import Source
 from ..records.ledger import read_ledger
 from ..records.manifest import solver_of

@@ -12,6 +12,7 @@ from .deepseek import DEEPSEEK, GLM_MOE
 from .dense import DENSE, FALCON
 from .family import ModelFamily
 from .mixtral import MIXTRAL
+from .norms import Fold
 from .qwen_moe import QWEN_HYBRID, QWEN_MOE
 from .stacked import GEMMA4, GPT_OSS, LLAMA4
 
@@ -31,6 +32,11 @@ FAMILIES: Registry[ModelFamily] = Registry(
     ),
 )
 UNKNOWN = ModelFamily(id="unknown", model_types=(), experts_order=None)
+
+
+def known_folds() -> dict[str, tuple[Fold, ...]]:
+    """`model_type` -> the norms of its layers and what reads them, of every model for which some family tells."""
+    return {kind: folds for family in FAMILIES.values() for kind, folds in family.folds.items()}
 
 
 def family_of(config: Mapping[str, Any]) -> ModelFamily:

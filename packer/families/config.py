@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tilewright.kernels.model_names import ACTIVATION_NAMES
+from tilewright.kernels.model_names import ACTIVATION_NAMES, TIED
 from tilewright.kernels.packed.module_spec import Gating
 
 TEXT_PARTS = ("text_config", "language_config", "llm_config", "thinker_config")
 EXPERT_COUNTS = ("num_local_experts", "n_routed_experts", "num_experts")
 LAYERS, HIDDEN, HEADS, KV_HEADS = "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"
-HEAD_SIZE, TIED = "head_dim", "tie_word_embeddings"
+HEAD_SIZE = "head_dim"
 LATENT_SIZES = (HEADS, "qk_nope_head_dim", "v_head_dim", "kv_lora_rank")  # of latent attention
 ACTIVATIONS = ("hidden_act", "hidden_activation")
 GATE_SLOPE, GATE_BOUND = "swiglu_alpha", "swiglu_limit"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .family import ModelFamily
+from .norms import LATENT
 from .roles import Rule, tail
 
 _INDEXER = (
@@ -13,6 +14,7 @@ DEEPSEEK = ModelFamily(
     id="deepseek",
     model_types=("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "kimi_vl", "longcat_flash"),
     rules=_INDEXER,
+    folds={"deepseek_v3": LATENT},
 )
 GLM_MOE = ModelFamily(
     id="glm-moe",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .family import ModelFamily
+from .norms import PLAIN
 from .roles import Rule, tail
 
 DENSE = ModelFamily(
@@ -33,6 +34,7 @@ DENSE = ModelFamily(
         "llava",
         "llava_next",
     ),
+    folds=dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), PLAIN),
 )
 FALCON = ModelFamily(
     id="falcon",

@@ -3,21 +3,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from .experts import ExpertsOrder, ExpertSpellings
+from .norms import Fold
 from .parallel import MERGED, MergedLinear, ParallelAxes
-from .roles import COMMON, Role, Rule
-
-WRAPPER = re.compile(
-    r"^(?:model\.language_model\.model|model\.language_model|language_model\.model|model\.text_model)\."
-)
-
-
-def unwrapped(module: str) -> str:
-    """The path that the module has in the text-only model: `model.language_model.layers.0` -> `model.layers.0`."""
-    module = WRAPPER.sub("model.", module)
-    return module.removeprefix("language_model.")
+from .roles import COMMON, Role, Rule, unwrapped
 
 
 @dataclass(frozen=True)
@@ -31,6 +23,7 @@ class ModelFamily:
         experts_order: Order of the rows of a stacked gate_up tensor; None where nothing is known.
         experts: How the matrices of its experts are called.
         merged: Linears that engines load as one.
+        folds: `model_type` -> the norms of its layers and what reads them, for the models where that is known.
         gate: What its experts compute between their products, where that is not the activation that config.json names.
         axes: How its Linears are cut for tensor-parallel runs.
     """
@@ -43,6 +36,7 @@ class ModelFamily:
     merged: tuple[MergedLinear, ...] = MERGED
     axes: ParallelAxes = ParallelAxes()
     gate: str = ""
+    folds: Mapping[str, tuple[Fold, ...]] = field(default_factory=dict)
 
     def role(self, module: str) -> Role:
         """The role of a module (a tensor name without its last part, or the name of a bare parameter)."""

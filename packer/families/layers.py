@@ -6,12 +6,13 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .config import LAYERS, text_config
-from .family import unwrapped
+from tilewright.kernels.model_names import HEAD
 
-HEAD, EMBEDDING = "lm_head", "model.embed_tokens"
+from .config import LAYERS, text_config
+from .roles import unwrapped
+
+EMBEDDING = "model.embed_tokens"
 FIRST_LAYER = "model.layers.0."
-KV_B = "kv_b_proj"  # the projection of latent attention that makes keys and values of all heads
 LAYER = re.compile(r"^((?:.*\.)?layers\.\d+)\.(.+)$")  # path of a decoder layer, and what is inside
 _NUMBERED = re.compile(r"^model\.layers\.(\d+)\.")
 _MTP = re.compile(r"^(?:model\.)?(?:mtp|nextn)(?:\.|$)")

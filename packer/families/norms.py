@@ -1,4 +1,4 @@
-"""Which weights of a decoder layer read the output of which norm, family by family."""
+"""Which weights of a decoder layer read the output of which norm; families say which of their models have it so."""
 
 from __future__ import annotations
 
@@ -40,22 +40,13 @@ _MLP = Fold(
         EXPERTS,
     ),
 )
-_PLAIN = (Fold("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")), _MLP)
-_LATENT = (
+PLAIN = (Fold("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")), _MLP)
+LATENT = (
     Fold("input_layernorm", ("self_attn.q_proj", "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")),
     Fold("self_attn.q_a_layernorm", ("self_attn.q_b_proj",)),
     Fold("self_attn.kv_a_layernorm", ("self_attn.kv_b_proj",)),
     _MLP,
 )
-FOLDS: dict[str, tuple[Fold, ...]] = {
-    "llama": _PLAIN,
-    "mistral": _PLAIN,
-    "qwen2": _PLAIN,
-    "qwen3": _PLAIN,
-    "qwen2_moe": _PLAIN,
-    "qwen3_moe": _PLAIN,
-    "deepseek_v3": _LATENT,
-}
 
 
 def reads(module: str, fold: Fold) -> bool:

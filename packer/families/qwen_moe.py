@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from .family import ModelFamily
+from .norms import PLAIN
 from .roles import Rule, tail
 
 QWEN_MOE = ModelFamily(
     id="qwen-moe",
     model_types=("qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_omni_moe_thinker", "olmoe"),
+    folds=dict.fromkeys(("qwen2_moe", "qwen3_moe"), PLAIN),
 )
 QWEN_HYBRID = ModelFamily(
     id="qwen-hybrid",

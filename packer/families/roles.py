@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,6 +34,17 @@ KEPT: dict[Role, str] = {
     "small": "engines keep this small matrix in 16 bits",
     "other": "no architecture rule knows this name",
 }
+
+
+WRAPPER = re.compile(
+    r"^(?:model\.language_model\.model|model\.language_model|language_model\.model|model\.text_model)\."
+)
+
+
+def unwrapped(module: str) -> str:
+    """The path that the module has in the text-only model: `model.language_model.layers.0` -> `model.layers.0`."""
+    module = WRAPPER.sub("model.", module)
+    return module.removeprefix("language_model.")
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from tilewright import __version__
 from tilewright.kernels.formats import FORMATS, WeightFormat
 from tilewright.kernels.layouts.base import Layout
+from tilewright.kernels.model_names import HEAD, KV_B
 from tilewright.kernels.packed.module_spec import PACKED_VERSION, QUANT_METHOD, Gating, ModuleSpec, RankSharding
 from tilewright.kernels.tensors import Reject, TensorSpec
 
@@ -19,7 +20,6 @@ from ..checkpoint.packed import is_packed
 from ..families import family_of
 from ..families.config import gating_of, is_tied
 from ..families.family import ModelFamily
-from ..families.layers import HEAD, KV_B
 from ..families.parallel import ParallelAxes
 from ..families.roles import KEPT, Role
 from ..plan import Copy, Fate, Piece, Plan, Source, Task

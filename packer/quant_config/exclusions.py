@@ -15,8 +15,8 @@ from typing import Any
 from ..checkpoint import detect_weights, quantization_config
 from ..checkpoint.files import Checkpoint
 from ..families import family_of
-from ..families.family import unwrapped
-from ..families.roles import Role
+from ..families.experts import LONG
+from ..families.roles import Role, unwrapped
 
 Matcher = Callable[[list[str], str], bool]
 AUTOMATIC: tuple[Role, ...] = ("embedding", "head", "router", "shared-gate", "norm", "mtp-projection", "conv")
@@ -30,8 +30,8 @@ def _components(entries: list[str], path: str) -> bool:
 
 def _exact(entries: list[str], path: str) -> bool:
     """vLLM: the full path; for the experts of a layer, any entry about experts that contains it."""
-    if path.endswith(".experts"):
-        return any("experts" in entry and path in entry for entry in entries)
+    if path.endswith(f".{LONG.container}"):
+        return any(LONG.container in entry and path in entry for entry in entries)
     return path in entries
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from typing import Any
 
+from ..families.experts import ExpertSpellings
 from ..families.parallel import MERGED
 from .inputs import QuantConfigInputs
 
@@ -41,7 +41,7 @@ def extra_files(quantized: Iterable[tuple[str, bool]]) -> dict[str, bytes]:
     layers: dict[str, dict[str, str]] = {}
     for module, is_expert in quantized:
         if is_expert:
-            layers[re.sub(r"\.experts\..*", ".experts", module)] = {"quant_algo": "W4A8_AWQ"}
+            layers[ExpertSpellings().container(module) or module] = {"quant_algo": "W4A8_AWQ"}
         else:
             stem, _, last = module.rpartition(".")
             layers[f"{stem}.{MERGED_NAMES.get(last, last)}"] = {"quant_algo": "FP8_BLOCK_SCALES"}

@@ -6,10 +6,11 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from tilewright.kernels.model_names import HEAD, TIED
 from tilewright.kernels.tensors import Reject
 
-from ..families.config import LAYERS, MTP_COUNTS, TIED, announced_mtp, is_tied
-from ..families.layers import HEAD, has_embedding, has_head
+from ..families.config import LAYERS, MTP_COUNTS, announced_mtp, is_tied
+from ..families.layers import has_embedding, has_head
 from .options import QuantizeOptions
 
 STALE = ("quantization_config", "compression_config")

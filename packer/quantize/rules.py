@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from tilewright.kernels.errors import PlanError
 
-from ..families.family import unwrapped
+from ..families.roles import unwrapped
 
 
 @dataclass

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from tilewright.kernels.tensors import TensorSpec
 
 from ..checkpoint.naming import Naming
-from ..families.family import ModelFamily, unwrapped
+from ..families.family import ModelFamily
+from ..families.roles import unwrapped
 from ..schemes.scheme import CheckpointFormat
 from .decisions import Decision
 

@@ -14,8 +14,9 @@ import torch
 from tilewright.kernels.tensors import QTensor
 
 from ..checkpoint.contents import Contents, LogicalTensor
+from ..families import known_folds
 from ..families.layers import LAYER
-from ..families.norms import FOLDS, reads
+from ..families.norms import reads
 
 
 def follow_folds(reference: Contents, candidate: Contents, model_type: str) -> Contents:
@@ -26,7 +27,7 @@ def follow_folds(reference: Contents, candidate: Contents, model_type: str) -> C
         candidate: What is verified.
         model_type: Family of both; of a family without a table nothing is moved.
     """
-    folds = FOLDS.get(model_type, ())
+    folds = known_folds().get(model_type, ())
     moved: dict[str, LogicalTensor] = {}
     for name, weight in reference.weights.items():
         layer = LAYER.match(name.removesuffix(".weight"))

@@ -15,6 +15,7 @@ from typing import Any
 from tilewright import __version__
 from tilewright.kernels.formats import FORMATS
 
+from ..families.experts import LONG
 from ..records.manifest import FileCheck
 from .histograms import Histogram
 from .options import Level, Thresholds, VerifyOptions
@@ -143,7 +144,7 @@ def _tensor(result: TensorResult) -> dict[str, Any]:
     return {
         "name": result.name,
         "layer": int(place["layer"]) if place else None,
-        "module": re.sub(r"\bexperts\.\d+\.", "experts.*.", module).removeprefix("model."),
+        "module": re.sub(rf"\b({LONG.container})\.\d+\.", r"\1.*.", module).removeprefix("model."),
         "shape": list(result.shape),
         "format": result.format,
         "status": result.status,

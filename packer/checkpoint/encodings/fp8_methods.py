@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from dataclasses import dataclass, replace
 
+from ...families.experts import ExpertSpellings
 from ..declared import Declared, DeclaredNumbers, Fields, everywhere, listed
 
 ACTIVATIONS = ("dynamic", "static")
@@ -45,7 +46,7 @@ class Fp8Method:
         packed = DeclaredNumbers("float", 4, (1, 32), packing="mxfp4")
 
         def declared(module: str) -> DeclaredNumbers | None:
-            if experts == "fp4" and ".experts." in module:
+            if experts == "fp4" and ExpertSpellings().container(module):
                 return packed
             return plain
 

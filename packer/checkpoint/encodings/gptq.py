@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from tilewright.kernels.errors import SchemeError
+from tilewright.kernels.model_names import HEAD
 from tilewright.kernels.tensors import Reject
 
-from ...families.layers import HEAD
 from ..declared import Declared, DeclaredNumbers, Fields, QuantMethod, listed
 from ..encoding import StoredWeight, TensorGroup
 from .affine import AffineDecoder, int4_format, layout_id

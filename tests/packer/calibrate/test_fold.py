@@ -21,8 +21,9 @@ from tilewright.packer.calibrate.observe import observe  # noqa: E402
 from tilewright.packer.calibrate.store import Solution  # noqa: E402
 from tilewright.packer.checkpoint.files import Checkpoint, open_checkpoint  # noqa: E402
 from tilewright.packer.checkpoint.reading import read_contents  # noqa: E402
+from tilewright.packer.families import known_folds  # noqa: E402
 from tilewright.packer.families.layers import LAYER  # noqa: E402
-from tilewright.packer.families.norms import FOLDS, Fold, reads  # noqa: E402
+from tilewright.packer.families.norms import Fold, reads  # noqa: E402
 from tilewright.packer.schemes.scheme import StorageSpec  # noqa: E402
 from tilewright.packer.verify.dequantized import stream_dequantized  # noqa: E402
 from tilewright.packer.verify.folds import follow_folds  # noqa: E402
@@ -42,7 +43,7 @@ def uneven(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     path = tmp_path_factory.mktemp("uneven") / request.param
     shutil.copytree(MODELS / request.param, path)
     tensors = load_file(path / "model.safetensors")
-    folds = FOLDS[json.loads((path / "config.json").read_text())["model_type"]]
+    folds = known_folds()[json.loads((path / "config.json").read_text())["model_type"]]
     torch.manual_seed(0)
     for name in list(tensors):
         layer = LAYER.match(name.removesuffix(".weight"))
@@ -76,7 +77,7 @@ def wanted(checkpoint: Checkpoint, folds: tuple[Fold, ...]) -> CalibrationTarget
 
 def test_the_folded_layer_is_the_same_function_bit_for_bit(uneven: Path) -> None:
     checkpoint, stream, windows = opened(uneven)
-    family = FOLDS[checkpoint.config["model_type"]]
+    family = known_folds()[checkpoint.config["model_type"]]
     moved: set[str] = set()
     with torch.inference_mode():
         hidden, calls = stream.embed(windows, [48])

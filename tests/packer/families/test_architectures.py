@@ -3,7 +3,7 @@
 import pytest
 
 from tilewright.packer.families import FAMILIES, UNKNOWN, family_of
-from tilewright.packer.families.family import unwrapped
+from tilewright.packer.families.roles import unwrapped
 
 NAMES = {
     "llama": {
