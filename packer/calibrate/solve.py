@@ -21,6 +21,8 @@ from .observe import ENOUGH, ExpertInputs, Observed
 from .statistics import InputStatistics
 from .store import Solution
 
+LISTED = 20  # experts that the note on rare ones names
+
 
 @dataclass
 class LayerSolver:
@@ -102,8 +104,10 @@ def rarely_hit(tokens: Mapping[str, int]) -> list[str]:
     rare = {path: count for path, count in tokens.items() if count < ENOUGH}
     if not rare:
         return []
-    listed = ", ".join(f"{path} ({count})" for path, count in sorted(rare.items(), key=lambda item: item[1]))
+    rarest = sorted(rare.items(), key=lambda item: item[1])[:LISTED]
+    listed = ", ".join(f"{path} ({count})" for path, count in rarest)
+    more = f" and {len(rare) - LISTED} more" if len(rare) > LISTED else ""
     return [
         f"{len(rare)} of {len(tokens)} experts saw fewer than {ENOUGH} tokens of the calibration text and borrowed "
-        f"others of their layer (own tokens in brackets): {listed}"
+        f"others of their layer (own tokens in brackets, rarest first): {listed}{more}"
     ]

@@ -8,16 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tilewright.kernels.errors import CheckpointError, quoted
+from tilewright.kernels.errors import quoted
 from tilewright.kernels.packed.records import (
-    RecordError,
     as_integers,
     as_object,
     as_text,
     as_texts,
     check_schema,
     field,
-    read_object,
+    read_record,
 )
 
 LEDGER_FILE = "ledger.json"
@@ -53,11 +52,11 @@ class LedgerEntry:
         what = f"tensor {quoted(name)}"
         fields = as_object(value, what)
         return LedgerEntry(
-            as_text(field(fields, "fate"), f"`fate` of {what}"),
-            as_text(field(fields, "reason"), f"`reason` of {what}"),
-            as_text(field(fields, "dtype"), f"`dtype` of {what}"),
-            as_integers(field(fields, "shape"), f"`shape` of {what}"),
-            as_texts(field(fields, "outputs"), f"`outputs` of {what}"),
+            as_text(field(fields, "fate", what), f"`fate` of {what}"),
+            as_text(field(fields, "reason", what), f"`reason` of {what}"),
+            as_text(field(fields, "dtype", what), f"`dtype` of {what}"),
+            as_integers(field(fields, "shape", what), f"`shape` of {what}"),
+            as_texts(field(fields, "outputs", what), f"`outputs` of {what}"),
         )
 
 
@@ -107,10 +106,4 @@ def read_ledger(root: Path) -> Ledger | None:
     Raises:
         CheckpointError: There is one that cannot be read.
     """
-    path = root / LEDGER_FILE
-    try:
-        return Ledger.from_json(read_object(path, hint=HINT))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except RecordError as error:
-        raise CheckpointError(f"{path}: {error}", hint=HINT) from error
+    return read_record(root / LEDGER_FILE, lambda record: Ledger.from_json(as_object(record, "it")), hint=HINT)

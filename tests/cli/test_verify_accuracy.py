@@ -129,10 +129,36 @@ def test_only_what_this_tool_wrote_has_checksums(tmp_path: Path, capfd: pytest.C
     assert "no manifest.json of Tilewright" in capfd.readouterr().err
     assert leave("verify-accuracy", QWEN, QWEN, "--json") == 0
     assert json.loads(capfd.readouterr().out)["files"] is None
-    copy = Path(shutil.copytree(QWEN, tmp_path / "copy"))
-    (copy / "manifest.json").write_text('{"tilewright": "1", "files": {"config.json": {}}}')
-    assert leave("verify-accuracy", QWEN, copy) == 1
-    assert "manifest.json: " in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"files": {"config.json": {}}}, "file `config.json` has no `sha256`"),
+        ({"files": {"config.json": {"sha256": "0" * 64}}}, "file `config.json` has no `size`"),
+        (
+            {"files": {"config.json": {"sha256": "x", "size": 1}}},
+            "`sha256` of file `config.json` is not 64 hex",
+        ),
+        ({"files": [1]}, "`files` is an array, a JSON object is expected"),
+        ({"options": None}, "`options` is null, a JSON object is expected"),
+        ({"layouts": {"cpu-vnni-int8": "one"}}, "the version of layout `cpu-vnni-int8` is `one`, an integer"),
+        ({"schema": 99}, "has schema version 99, this release reads up to 2"),
+    ],
+)
+def test_a_broken_manifest_is_named(
+    change: dict[str, object], reason: str, packed: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    broken = Path(shutil.copytree(packed, tmp_path / "broken"))
+    manifest = json.loads((packed / "manifest.json").read_text())
+    (broken / "manifest.json").write_text(json.dumps(manifest | change))
+    for command in (("verify-accuracy", packed, broken), ("inspect-model", broken)):
+        assert leave(*command) == 1
+        assert f"{broken / 'manifest.json'}: {reason}" in capfd.readouterr().err
+    del manifest["plan"]
+    (broken / "manifest.json").write_text(json.dumps(manifest))
+    assert leave("inspect-model", broken) == 1
+    assert f"{broken / 'manifest.json'}: has no `plan`" in capfd.readouterr().err
 
 
 def test_thresholds_of_layers_and_models(packed: Path, capfd: pytest.CaptureFixture[str]) -> None:

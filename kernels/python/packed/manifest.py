@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, quoted
-from .records import RecordError, as_integer, as_object, as_text, check_schema, field, read_json
+from ..errors import quoted
+from .records import RecordError, as_integer, as_object, as_text, check_schema, field, read_record
 
 MANIFEST_FILE = "manifest.json"
 SCHEMA = 2  # 1, of release 0.1, is the same without the version
@@ -33,10 +33,10 @@ class FileRecord:
             RecordError: It is no such object.
         """
         fields = as_object(value, what)
-        digest = as_text(field(fields, "sha256"), f"`sha256` of {what}")
+        digest = as_text(field(fields, "sha256", what), f"`sha256` of {what}")
         if not re.fullmatch("[0-9a-f]{64}", digest):
             raise RecordError(f"`sha256` of {what} is not 64 hexadecimal digits")
-        return FileRecord(as_integer(field(fields, "size"), f"`size` of {what}"), digest)
+        return FileRecord(as_integer(field(fields, "size", what), f"`size` of {what}"), digest)
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,11 @@ def read_manifest(root: Path) -> Manifest | None:
     Raises:
         CheckpointError: There is one that cannot be read.
     """
-    path = root / MANIFEST_FILE
-    try:
-        record = read_json(path, hint=HINT)
+
+    def parse(record: Any) -> Manifest | None:
         return Manifest.from_json(record) if isinstance(record, dict) and "tilewright" in record else None
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except RecordError as error:
-        raise CheckpointError(f"{path}: {error}", hint=HINT) from error
+
+    return read_record(root / MANIFEST_FILE, parse, hint=HINT)
 
 
 def difference(path: Path, stated: FileRecord, *, checksum: bool = True) -> str | None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..errors import CheckpointError, quoted
 
+T = TypeVar("T")
 MAX_DEPTH = 64  # of nested arrays and objects: far more than any record has, far less than what exhausts a stack
 MAX_INTEGER = 2**63 - 1
 
@@ -112,6 +114,20 @@ def read_object(path: Path, *, constants: bool = False, hint: str | None = None)
         raise CheckpointError(f"{path}: {error}", hint=hint) from error
 
 
+def read_record(path: Path, parse: Callable[[Any], T], *, hint: str) -> T | None:
+    """What `parse` makes of the JSON file `path`; None without such a file.
+
+    Raises:
+        CheckpointError: It cannot be read, is no JSON, or `parse` raises a `RecordError`.
+    """
+    try:
+        return parse(read_json(path, hint=hint))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except RecordError as error:
+        raise CheckpointError(f"{path}: {error}", hint=hint) from error
+
+
 def as_object(value: Any, what: str) -> dict[str, Any]:
     """`value` if it is a JSON object; `what` names it in the message."""
     if not isinstance(value, dict):
@@ -150,10 +166,10 @@ def as_integers(value: Any, what: str, least: int = 0, most: int = MAX_INTEGER) 
     return tuple(as_integer(item, f"an element of {what}", least, most) for item in as_array(value, what))
 
 
-def field(record: dict[str, Any], name: str) -> Any:
-    """The field `name`, which must be there."""
+def field(record: dict[str, Any], name: str, what: str = "") -> Any:
+    """The field `name`, which must be there; `what` names an object inside a record."""
     if name not in record:
-        raise RecordError(f"has no `{name}`")
+        raise RecordError(f"{what} has no `{name}`".lstrip())
     return record[name]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,8 @@ transformers = pytest.importorskip("transformers")
 from tilewright.cli.main import run  # noqa: E402
 from tilewright.cli.quantize_model import quantize_model  # noqa: E402
 from tilewright.kernels.formats import INT4_G64  # noqa: E402
+from tilewright.packer.calibrate.observe import ENOUGH  # noqa: E402
+from tilewright.packer.calibrate.solve import LISTED, rarely_hit  # noqa: E402
 from tilewright.packer.calibrate.store import Solution, Store  # noqa: E402
 from tilewright.packer.checkpoint.files import open_checkpoint  # noqa: E402
 from tilewright.packer.checkpoint.reading import read_contents  # noqa: E402
@@ -83,10 +86,13 @@ def test_damage_shows_in_weights_that_feedback_chose() -> None:
         assert not coded_error(weight, damaged, exact=False, feedback=True).sound
 
 
-def test_w4afp8_has_a_static_scale_for_every_expert(tmp_path: Path) -> None:
+def test_w4afp8_has_a_static_scale_for_every_expert(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     options = ("--scheme", "w4afp8", "--solver", "rtn", *CALIBRATE)
-    convert("tiny-qwen3-moe", tmp_path / "full", *options)
-    assert "experts saw fewer than" in (tmp_path / "full" / "ledger.json").read_text()
+    with pytest.raises(SystemExit, match="0"):
+        run(quantize_model, "quantize-model", [str(MODELS / "tiny-qwen3-moe"), str(tmp_path / "full"), *options])
+    note = re.search(r"^note: (\d+ of 32 experts saw fewer than .*)$", capfd.readouterr().err, re.MULTILINE)
+    assert note
+    assert note[1] in json.loads((tmp_path / "full" / "ledger.json").read_text())["notes"]
     convert("tiny-qwen3-moe", tmp_path / "cut", *options, "--percentile", "99")
     full, cut = (load_file(tmp_path / name / "model.safetensors") for name in ("full", "cut"))
     stems = {name.rpartition(".")[0].rpartition(".")[0] for name in full if ".experts." in name}
@@ -166,3 +172,13 @@ def test_a_calibration_without_use_is_refused(
     assert message in capfd.readouterr().err
     assert left.value.code == code
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_note_on_rare_experts_names_the_rarest() -> None:
+    tokens = {f"mlp.experts.{number}": number for number in range(ENOUGH + 100)}
+    (note,) = rarely_hit(tokens)
+    assert note.startswith(f"{ENOUGH} of {len(tokens)} experts saw fewer than {ENOUGH} tokens")
+    assert "first): mlp.experts.0 (0), mlp.experts.1 (1), " in note
+    assert note.endswith(f"mlp.experts.{LISTED - 1} ({LISTED - 1}) and {ENOUGH - LISTED} more")
+    assert rarely_hit({"mlp.experts.0": ENOUGH}) == []
+    assert rarely_hit({"mlp.experts.0": 1})[0].endswith("first): mlp.experts.0 (1)")
