@@ -90,6 +90,14 @@ what_options = stacked(
     ),
     option("--strict", is_flag=True, group=WHICH, help="Refuse the job where a note would warn."),
     option(
+        "--min-coverage",
+        type=click.FloatRange(0, 1),
+        default=0.0,
+        metavar="SHARE",
+        group=WHICH,
+        help="Refuse the job if less than this share of the weights that could be quantized would be, such as 0.9.",
+    ),
+    option(
         "--experts-order",
         type=Choice(("gate-up", "up-gate", "interleaved")),
         group=LAYOUT,

@@ -6,12 +6,13 @@ Every job reads a source through these: quantizing, packing, verifying.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from tilewright.kernels.formats import FORMATS, WeightFormat
+from tilewright.kernels.layouts.checkpoint_scaled import CONV1D_BF16
 from tilewright.kernels.tensors import QTensor, Reject
 
 from ..families.experts import ExpertsOrder
@@ -151,11 +152,7 @@ def matrices_of(
     for weight in weights:
         path = family.experts.find_stack(weight.module) if len(weight.shape) == 3 else None
         if path is None and len(weight.shape) == 2:
-            bias = f"{weight.module}.bias"
-            n, k = weight.shape
-            module = family.experts.canonical(weight.module)
-            whole = Matrix(module, weight, weight.decoder, (n, k), (0, n, 1), n, bias=bias if bias in names else "")
-            matrices.found.append(whole)
+            matrices.found.append(_whole(weight, names, family))
         elif path is not None and path.container in layouts:
             layout = layouts[path.container]
             decoder = weight.decoder.transposed() if layout.transposed else weight.decoder
@@ -166,6 +163,15 @@ def matrices_of(
                 bias = f"{weight.module}_bias"
                 matrices.found.extend(_experts(weight, decoder, layout, family, bias if bias in names else ""))
     return matrices
+
+
+def _whole(weight: StoredWeight, names: Mapping[str, object], family: ModelFamily) -> Matrix:
+    """The matrix that is all of a stored weight."""
+    module, bias = family.experts.canonical(weight.module), f"{weight.module}.bias"
+    (n, k), decoder = weight.shape, weight.decoder
+    if not weight.quantized and family.stores_transposed(module) and (read := decoder.transposed()):
+        (n, k), decoder, weight = (k, n), read, replace(weight, layout=CONV1D_BF16.id)
+    return Matrix(module, weight, decoder, (n, k), (0, n, 1), n, bias=bias if bias in names else "")
 
 
 def _experts(

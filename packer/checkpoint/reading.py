@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -10,13 +10,11 @@ from pathlib import Path
 import torch
 
 from tilewright.kernels.errors import VerifyError
-from tilewright.kernels.model_names import HEAD
 from tilewright.kernels.packed.module_spec import ModuleSpec, RankSharding
 from tilewright.kernels.tensors import QTensor
 
 from ..families import family_of
 from ..families.config import is_tied
-from ..families.layers import EMBEDDING
 from ..plan import Source
 from ..records.ledger import read_ledger
 from ..records.manifest import solver_of
@@ -52,10 +50,19 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
         title=str(checkpoint.root),
         weights={weight.name: weight for weight in weights},
         dropped=_dropped(checkpoint.root),
-        aliases={f"{HEAD}.weight": f"{EMBEDDING}.weight"} if is_tied(checkpoint.config) else {},
+        aliases=_tied(checkpoint, [weight.name for weight in weights]),
         feedback=solver_of(checkpoint.root) in FEEDBACK,
         forget=partial(_forget, checkpoint),
     )
+
+
+def _tied(checkpoint: Checkpoint, names: Iterable[str]) -> dict[str, str]:
+    """The head of a model with tied embeddings -> the embedding that serves for it."""
+    family = family_of(checkpoint.config)
+    if is_tied(checkpoint.config) is False or not family.head:
+        return {}
+    tables = [name for name in names if family.role(name.removesuffix(".weight")) == "embedding"]
+    return {f"{family.head}.weight": tables[0]} if tables else {}
 
 
 def _forget(checkpoint: Checkpoint, weight: LogicalTensor) -> None:

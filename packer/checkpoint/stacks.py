@@ -40,7 +40,7 @@ def output_rows(experts: ExpertSpellings, name: str, n: int, order: ExpertsOrder
     """Projection -> (start, stop, step) of its rows in a stack called `name` of `n` rows."""
     parts = experts.stacks[name]
     if len(parts) == 1:
-        return {name: (0, n, 1)}
+        return {parts[0]: (0, n, 1)}
     gate, up = parts
     half = n // 2
     if order == "interleaved":
@@ -78,7 +78,8 @@ def decide(
         if hidden is not None and hidden not in {a, b}:
             return Reject(stack.tensors[0], f"is {list(stack.shape)}, and neither side is hidden_size = {hidden}")
         if a != b and hidden is not None:
-            votes[(a == hidden) != (family.experts.projections.get(path.name) == "down")] = stack
+            is_down = family.experts.projections[family.experts.stacks[path.name][0]] == "down"
+            votes[(a == hidden) != is_down] = stack
         if len(family.experts.stacks[path.name]) == 2 and a % 2 and b % 2:
             return Reject(stack.tensors[0], f"is {list(stack.shape)}: gate and up cannot be halves of an odd side")
     first = stacks[0]

@@ -5,14 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from tilewright.kernels.errors import quoted
 from tilewright.kernels.registry import Registry
 
 from .config import text_config
 from .deepseek import DEEPSEEK, GLM_MOE
 from .dense import DENSE, FALCON
+from .encoders import BART, BERT, T5, WHISPER
 from .family import ModelFamily
+from .gpt import GPT, GPT2, GPT_NEOX
+from .hybrid import HYBRID, MAMBA, RECURRENT
 from .mixtral import MIXTRAL
 from .norms import Fold
+from .parallel_experts import GRANITE_MOE, JETMOE, STEP3
 from .qwen_moe import QWEN_HYBRID, QWEN_MOE
 from .stacked import GEMMA4, GPT_OSS, LLAMA4
 
@@ -29,6 +34,19 @@ FAMILIES: Registry[ModelFamily] = Registry(
         GPT_OSS,
         LLAMA4,
         GEMMA4,
+        GPT2,
+        GPT,
+        GPT_NEOX,
+        MAMBA,
+        HYBRID,
+        RECURRENT,
+        GRANITE_MOE,
+        JETMOE,
+        STEP3,
+        BERT,
+        T5,
+        BART,
+        WHISPER,
     ),
 )
 UNKNOWN = ModelFamily(id="unknown", model_types=(), experts_order=None)
@@ -43,3 +61,14 @@ def family_of(config: Mapping[str, Any]) -> ModelFamily:
     """The family that config.json names; `UNKNOWN` has only the rules that all families share."""
     found = [config.get("model_type"), text_config(config).get("model_type")]
     return next((family for family in FAMILIES.values() if any(name in family.model_types for name in found)), UNKNOWN)
+
+
+def unknown_model(config: Mapping[str, Any]) -> list[str]:
+    """A note on a model whose family is not known here; none for one that is, or that names no `model_type`."""
+    kind = config.get("model_type")
+    if kind is None or family_of(config) is not UNKNOWN:
+        return []
+    return [
+        f"model_type {quoted(str(kind))} is not known to Tilewright: names are judged by the rules that all families "
+        "share; load_model (transformers), vLLM and SGLang may not know it either"
+    ]

@@ -9,6 +9,7 @@ from tilewright.kernels.model_names import ACTIVATION_NAMES, TIED
 from tilewright.kernels.packed.module_spec import Gating
 
 TEXT_PARTS = ("text_config", "language_config", "llm_config", "thinker_config")
+ZERO_EXPERTS = "zero_expert_num"  # experts after the others that give back what they are fed
 EXPERT_COUNTS = ("num_local_experts", "n_routed_experts", "num_experts")
 LAYERS, HIDDEN, HEADS, KV_HEADS = "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"
 HEAD_SIZE = "head_dim"
@@ -42,6 +43,11 @@ def expert_count(config: Mapping[str, Any]) -> int:
     """Number of routed experts of a layer; 0 for a dense model."""
     text = text_config(config)
     return next((text[key] for key in EXPERT_COUNTS if isinstance(text.get(key), int)), 0)
+
+
+def has_zero_experts(config: Mapping[str, Any]) -> bool:
+    """Whether the router also chooses among experts that compute nothing, numbered after the others."""
+    return bool(text_config(config).get(ZERO_EXPERTS))
 
 
 def gating_of(config: Mapping[str, Any], gate: str = "") -> Gating | None:

@@ -33,11 +33,14 @@ DENSE = ModelFamily(
         "smollm3",
         "llava",
         "llava_next",
+        *("olmo", "granite", "cohere", "cohere2", "stablelm", "bitnet", "diffllama", "ernie4_5", "exaone4", "helium"),
+        *("hunyuan_v1_dense", "seed_oss", "internlm3", "vaultgemma", "ministral3", "minicpm", "mimo", "nanochat"),
+        *("internvl", "paligemma", "aya_vision", "glm4v", "glm4v_text", "mllama", "mllama_text_model"),
     ),
     folds=dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), PLAIN),
 )
 FALCON = ModelFamily(
     id="falcon",
-    model_types=("falcon",),
-    rules=(Rule(tail("query_key_value", r"self_attention\.dense", "dense_h_to_4h", "dense_4h_to_h"), "linear"),),
+    model_types=("falcon", "bloom"),
+    rules=(Rule(tail(r"self_attention\.dense"), "linear"),),
 )

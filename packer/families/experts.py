@@ -21,7 +21,9 @@ class ExpertNames:
         up: The one whose product it is multiplied with.
         down: The one that brings the result back.
         gate_up: What a stack of gate and up of every expert is called; empty where there is none.
-        container: Last part of the path under which the experts of a layer stand.
+        container: Last parts of the path under which the experts of a layer stand.
+        down_stack: What a stack of the third matrix is called, where it has a name of its own.
+        stacked_in: Last parts of the path under which stacks stand, where it is not `container`.
     """
 
     gate: str
@@ -29,6 +31,13 @@ class ExpertNames:
     down: str
     gate_up: str = ""
     container: str = "experts"
+    down_stack: str = ""
+    stacked_in: str = ""
+
+    @property
+    def stack_container(self) -> str:
+        """Last parts of the path under which stacks stand."""
+        return self.stacked_in or self.container
 
     @property
     def projections(self) -> dict[str, Projection]:
@@ -39,6 +48,8 @@ class ExpertNames:
     def stacks(self) -> dict[str, tuple[str, ...]]:
         """Name of a stack -> the matrices of an expert that it holds, gate first."""
         merged = {self.gate_up: (self.gate, self.up)} if self.gate_up else {}
+        if self.down_stack:
+            return merged | {self.down_stack: (self.down,)}
         return merged | {name: (name,) for name in self.projections}
 
 
@@ -67,9 +78,11 @@ class ExpertSpellings:
 
     Attributes:
         names: Each of them.
+        read_stacked_by: Who reads the experts of this family only in stacks; empty where all read them one by one.
     """
 
     names: tuple[ExpertNames, ...] = (LONG, SHORT)
+    read_stacked_by: str = ""
 
     @cached_property
     def projections(self) -> dict[str, Projection]:
@@ -91,7 +104,8 @@ class ExpertSpellings:
 
     @cached_property
     def _stack(self) -> re.Pattern[str]:
-        return re.compile(rf"^({self._container})\.({_any(self.stacks)})(?:_(\w+))?$")
+        kinds = (rf"{re.escape(names.stack_container)}\.(?:{_any(names.stacks)})" for names in self.names)
+        return re.compile(rf"^((?:.*\.)?(?:{'|'.join(kinds)}))(?:_(\w+))?$")
 
     @cached_property
     def _inverted(self) -> re.Pattern[str]:
@@ -106,7 +120,13 @@ class ExpertSpellings:
     def find_stack(self, module: str) -> ExpertPath | None:
         """The parts of the path of a stack, `….experts.up_proj`; None for any other module."""
         found = self._stack.match(module)
-        return ExpertPath(found[1], found[2]) if found and not found[3] else None
+        if not found or found[2]:
+            return None
+        stem, _, name = module.rpartition(".")
+        spelled = next(
+            names for names in self.names if name in names.stacks and f".{stem}".endswith(f".{names.stack_container}")
+        )
+        return ExpertPath(stem.removesuffix(spelled.stack_container) + spelled.container, name)
 
     def container(self, module: str) -> str | None:
         """The path of the experts that a matrix of an expert or a stack belongs to; None for any other module."""
@@ -116,7 +136,7 @@ class ExpertSpellings:
     def split_stack(self, name: str) -> tuple[str, str] | None:
         """Path of a stack and what follows it in the name of a tensor beside it: `….experts.up_proj_scale_inv`."""
         found = self._stack.match(name)
-        return (f"{found[1]}.{found[2]}", found[3]) if found and found[3] else None
+        return (found[1], found[2]) if found and found[2] else None
 
     def canonical(self, name: str) -> str:
         """One order for the two ways to name an expert: `experts.gate_proj.7` -> `experts.7.gate_proj`."""

@@ -26,6 +26,9 @@ class ModelFamily:
         folds: `model_type` -> the norms of its layers and what reads them, for the models where that is known.
         gate: What its experts compute between their products, where that is not the activation that config.json names.
         axes: How its Linears are cut for tensor-parallel runs.
+        transposed: Ends of the paths of Linears that are stored [in, out], as `Conv1D` of transformers is.
+        head: Path of the output head, whose matrix is the embedding's where embeddings are tied; empty if other
+            modules stand between the two.
     """
 
     id: str
@@ -37,6 +40,12 @@ class ModelFamily:
     axes: ParallelAxes = ParallelAxes()
     gate: str = ""
     folds: Mapping[str, tuple[Fold, ...]] = field(default_factory=dict)
+    transposed: tuple[str, ...] = ()
+    head: str = "lm_head"
+
+    def stores_transposed(self, module: str) -> bool:
+        """Whether the values of this Linear are stored [in, out]; codes of any encoding are [out, in] everywhere."""
+        return module.endswith(tuple(f".{tail}" for tail in self.transposed))
 
     def role(self, module: str) -> Role:
         """The role of a module (a tensor name without its last part, or the name of a bare parameter)."""

@@ -12,6 +12,7 @@ from .config import LAYERS, text_config
 from .roles import unwrapped
 
 EMBEDDING = "model.embed_tokens"
+HEADS = (HEAD, "embed_out", "output_head", "proj_out")
 FIRST_LAYER = "model.layers.0."
 LAYER = re.compile(r"^((?:.*\.)?layers\.\d+)\.(.+)$")  # path of a decoder layer, and what is inside
 _NUMBERED = re.compile(r"^model\.layers\.(\d+)\.")
@@ -37,7 +38,8 @@ def draft_layer(mtp: Iterable[str]) -> str:
 
 def has_head(names: Iterable[str]) -> bool:
     """Whether tensors of an output head are among these."""
-    return any(unwrapped(name).endswith((f"{HEAD}.weight", f"{HEAD}.weight_packed")) for name in names)
+    ends = tuple(f"{head}.{suffix}" for head in HEADS for suffix in ("weight", "weight_packed"))
+    return any(unwrapped(name).endswith(ends) for name in names)
 
 
 def has_embedding(names: Iterable[str]) -> bool:

@@ -8,7 +8,10 @@ from .roles import Rule, tail
 
 QWEN_MOE = ModelFamily(
     id="qwen-moe",
-    model_types=("qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_omni_moe_thinker", "olmoe"),
+    model_types=(
+        *("qwen2_moe", "qwen3_moe", "qwen3_vl_moe", "qwen3_vl_moe_text", "qwen3_omni_moe_thinker", "olmoe"),
+        *("hunyuan_v1_moe", "ernie4_5_moe", "flex_olmo", "dots1", "afmoe"),
+    ),
     folds=dict.fromkeys(("qwen2_moe", "qwen3_moe"), PLAIN),
 )
 QWEN_HYBRID = ModelFamily(

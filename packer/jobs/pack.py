@@ -13,7 +13,8 @@ from tilewright.kernels.packed.module_spec import rank_directory
 
 from ..checkpoint.side_files import find_side_files
 from ..engine.job import RunOptions
-from ..pack.planner import plan_pack, plan_ranks
+from ..pack.planner import plan_pack
+from ..pack.ranks import plan_ranks
 from ..pack.target import CpuTarget, GpuTarget, PackTarget
 from ..pack.unpack import plan_unpack
 from ..progress import Progress

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,6 +14,7 @@ from tilewright.kernels.packed.module_spec import RankSharding
 from tilewright.kernels.tensors import Reject
 
 from ..checkpoint.matrices import Matrix
+from ..families.config import expert_count, has_zero_experts
 from ..families.experts import ExpertSpellings
 from ..families.family import ModelFamily
 from .sharding import RankSlice, rank_slice_of
@@ -47,6 +49,11 @@ class ModuleGroup:
         return tuple(weight.shape[0] // self.rank_slice.rows[1] for weight in self.experts[0])
 
     @property
+    def is_tied_head(self) -> bool:
+        """Whether it is made of a matrix that also stays where it is: the embedding, which serves as head."""
+        return not self.stacked and len(self.experts[0]) == 1 and self.experts[0][0].module != self.name
+
+    @property
     def numbers(self) -> range:
         """Numbers of the experts that this rank holds."""
         number, count = self.rank_slice.experts
@@ -79,6 +86,23 @@ class ModuleGroup:
             return tuple(names)
         parts = [name.rsplit(".", 2) for name in names]
         return tuple(f"{container}.{{}}.{projection}" for container, _, projection in parts)
+
+
+def split_zero_experts(
+    weights: Sequence[Matrix], experts: ExpertSpellings, config: Mapping[str, Any]
+) -> tuple[list[Matrix], list[Matrix]]:
+    """The matrices of experts that compute, and those stored for experts that compute nothing, which come after."""
+    count = expert_count(config) if has_zero_experts(config) else None
+    numbers = [path.number or 0 if (path := experts.find(weight.module)) else 0 for weight in weights]
+    is_zero = [count is not None and number >= count for number in numbers]
+    pairs = list(zip(weights, is_zero, strict=True))
+    return [weight for weight, zero in pairs if not zero], [weight for weight, zero in pairs if zero and weight.alone]
+
+
+def without_gate(weights: Sequence[Matrix], experts: ExpertSpellings) -> bool:
+    """Whether these are experts of two matrices: `down(act(up x))`, which no operator runs as a stack."""
+    kinds = {experts.projections[path.name] for weight in weights if (path := experts.find(weight.module))}
+    return kinds == {"up", "down"}
 
 
 def group_experts(stack: str, weights: Sequence[Matrix], experts: ExpertSpellings) -> list[ModuleGroup] | Reject:

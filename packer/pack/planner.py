@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from tilewright import __version__
 from tilewright.kernels.formats import FORMATS, WeightFormat
 from tilewright.kernels.layouts.base import Layout
-from tilewright.kernels.model_names import HEAD, KV_B
+from tilewright.kernels.model_names import KV_B
 from tilewright.kernels.packed.module_spec import PACKED_VERSION, QUANT_METHOD, Gating, ModuleSpec, RankSharding
 from tilewright.kernels.tensors import Reject, TensorSpec
 
@@ -17,7 +17,7 @@ from ..checkpoint.encoding import StoredWeight
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.matrices import Matrix, matrices_of
 from ..checkpoint.packed import is_packed
-from ..families import family_of
+from ..families import family_of, unknown_model
 from ..families.config import gating_of, is_tied
 from ..families.family import ModelFamily
 from ..families.parallel import ParallelAxes
@@ -26,16 +26,15 @@ from ..plan import Copy, Fate, Piece, Plan, Source, Task
 from ..quantize.planner import source_specs
 from ..records.manifest import solver_of
 from .activation_scales import reduced_scale
-from .groups import Linear, ModuleGroup, group_experts, join_linears
+from .groups import Linear, ModuleGroup, group_experts, join_linears, split_zero_experts, without_gate
 from .latent_attention import AbsorbStep, heads_of
-from .sharding import RankSlice, rank_slice_of, sharding_of_rank, sharding_rejects
+from .sharding import RankSlice, rank_slice_of, sharding_rejects
 from .steps import PackedPart, PackStep
 from .target import PackTarget, scheme_of, source_layout
 
 ROUTER = "router: its scores are computed from the plain weight, in the precision that the model asks for"
 SIXTEEN_BITS = ("bf16", "fp16")  # encodings of stacks of experts that are packed
 WHOLE = RankSharding()
-DEGREES = (1, 2, 4, 8, 16, 32, 64)
 ORDER_HINT = "`quantize-model --experts-order` declares it and writes experts one by one"
 QUANTIZE_HINT = "convert it with `quantize-model` first, which reads it"
 
@@ -57,18 +56,6 @@ def plan_pack(checkpoint: Checkpoint, target: PackTarget, sharding: RankSharding
     planner = _Planner(checkpoint, target, sharding)
     planner.decide()
     return planner.plan()
-
-
-def plan_ranks(checkpoint: Checkpoint, target: PackTarget, tp: int, ep: int) -> list[Plan]:
-    """The plan of every rank of a tensor- and expert-parallel run; if it is refused, with the degrees that are not."""
-    plans = [plan_pack(checkpoint, target, sharding_of_rank(rank, tp, ep)) for rank in range(max(tp, ep))]
-    if plans[0].rejects and not plan_pack(checkpoint, target).rejects:
-        legal = [size for size in DEGREES if not plan_pack(checkpoint, target, sharding_of_rank(0, size, 1)).rejects]
-        dealt = [size for size in DEGREES if not plan_pack(checkpoint, target, sharding_of_rank(0, 1, size)).rejects]
-        hint = f"possible are --tp {', '.join(map(str, legal))}; alone, --ep {', '.join(map(str, dealt))}"
-        asked = Reject(f"--tp {tp} --ep {ep}", "this model cannot be cut so", hint)
-        plans[0] = replace(plans[0], rejects=(asked, *plans[0].rejects))
-    return plans
 
 
 @dataclass
@@ -98,6 +85,7 @@ class _Planner:
         family = family_of(source.config)
         specs = source_specs(source)
         inventory = detect_weights(specs, source.config)
+        self.notes += unknown_model(source.config)
         self.rejects += inventory.rejects
         self.rejects += sharding_rejects(source.config, specs, self.sharding.tp[1], self.sharding.ep[1])
         matrices = self._matrices(inventory.weights, family)
@@ -199,6 +187,11 @@ class _Planner:
         return groups
 
     def _pack_experts(self, stack: str, matrices: list[Matrix], family: ModelFamily) -> None:
+        matrices, zero = split_zero_experts(matrices, family.experts, self.checkpoint.config)
+        self._copy((name for matrix in zero for name in matrix.stored.tensors), "an expert that computes nothing")
+        if without_gate(matrices, family.experts):
+            self._pack_apart(stack, matrices)
+            return
         groups = group_experts(stack, matrices, family.experts)
         if isinstance(groups, Reject):
             self.rejects.append(groups)
@@ -206,6 +199,17 @@ class _Planner:
             self._pack(groups, "expert")
             if self.target.reduces_scales:
                 self._reduce_scales(groups)
+
+    def _pack_apart(self, stack: str, matrices: list[Matrix]) -> None:
+        """Pack the matrices of experts without a gate as Linears."""
+        if self.sharding.ep[1] > 1:
+            self.rejects.append(Reject(stack, "experts without a gate are packed one by one, and not dealt to ranks"))
+        if not all(matrix.alone for matrix in matrices):
+            self.rejects.append(Reject(stack, "experts without a gate are not packed from stacks", QUANTIZE_HINT))
+            return
+        for matrix in matrices:
+            self._pack([ModuleGroup(matrix.module, ((matrix,),))], "expert")
+        self.notes.append(f"{stack}: experts without a gate are packed one by one; load_packed gives each as a Linear")
 
     def _reduce_scales(self, groups: list[ModuleGroup]) -> None:
         """One static activation scale for each stack, beside those of its experts, which stay as they are."""
@@ -248,18 +252,20 @@ class _Planner:
         config = self.checkpoint.config
         if "head" not in self.target.roles:
             return
-        if f"{HEAD}.weight" in self.checkpoint.files or "ForCausalLM" not in str(config.get("architectures")):
+        family = family_of(config)
+        has_one = any(family.role(name.removesuffix(".weight")) == "head" for name in self.checkpoint.files)
+        if has_one or not family.head or "ForCausalLM" not in str(config.get("architectures")):
             return
         if is_tied(config) is False:
             hint = "set tie_word_embeddings in config.json if the head is the embedding"
-            self.rejects.append(Reject(HEAD, "is absent, and config.json says that it is not tied", hint))
+            self.rejects.append(Reject(family.head, "is absent, and config.json says that it is not tied", hint))
         elif len(embeddings) == 1:
             name = embeddings[0].stored.tensors[0]
-            self._pack([ModuleGroup(HEAD, ((embeddings[0],),))], "head")
-            outputs = (name, *(output for output in self.tensors if output.startswith(f"{HEAD}.")))
+            self._pack([ModuleGroup(family.head, ((embeddings[0],),))], "head")
+            outputs = (name, *(output for output in self.tensors if output.startswith(f"{family.head}.")))
             self.fates[name] = Fate("copied", "embedding; packed a second time as the tied head", outputs)
             twice = f"{self.checkpoint.spec(name).nbytes / 1e6:.1f} MB are stored twice"
-            self.notes.append(f"{HEAD}: tied, but rows are looked up in the plain matrix, so {twice}")
+            self.notes.append(f"{family.head}: tied, but rows are looked up in the plain matrix, so {twice}")
 
     def _format(self, matrix: Matrix) -> WeightFormat | Reject | None:
         """The format in which a matrix's codes are packed; None if it stays as it is."""
@@ -340,7 +346,7 @@ class _Planner:
             fmt,
             group.shape,
             group.parts,
-            () if group.name == HEAD != first.module else group.templates,
+            () if group.is_tied_head else group.templates,
             stored.id if stored else "",
             self.checkpoint.spec(biases[0]).dtype if biases[0] else None,
             group.numbers.start,

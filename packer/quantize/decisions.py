@@ -18,13 +18,15 @@ from ..families.experts import SHORT
 from ..families.family import ModelFamily
 from ..families.roles import KEPT, Role
 from ..quant_config.w4afp8 import UNCALIBRATED_INPUT_SCALE
-from ..schemes.scheme import SIXTEEN_BITS, CheckpointFormat, StorageSpec
+from ..schemes.scheme import SIXTEEN_BITS, TRANSPOSED, CheckpointFormat, StorageSpec
 from .options import QuantizeOptions
 from .rules import Pattern, first_match
 from .steps import Part
 
 Action = Literal["quantize", "dequantize", "keep", "drop"]
 SHORT_INPUT_SCALES = tuple(f".{name}.input_scale" for name in SHORT.projections)
+EXCLUDED, MTP_KEPT = "excluded by --exclude", "MTP layer, --mtp keep"
+BY_FORM = "this format leaves all Linears but routed experts in 16 bits"
 LOOSE = (  # tensors that are no matrix of a module, and why they keep their bytes
     (re.compile(r"\.bias$|_bias$"), "bias"),
     (re.compile(r"norm\w*\.weight$|layernorm|(?:^|\.)ln_\w+\.weight$"), "normalisation"),
@@ -67,7 +69,7 @@ class Decision:
     @property
     def quantized(self) -> tuple[Part, ...]:
         """The parts that are stored in fewer than 16 bits."""
-        return tuple(part for part in self.parts if part.target and part.target != SIXTEEN_BITS)
+        return tuple(part for part in self.parts if part.target and part.target.is_quantized)
 
 
 @dataclass
@@ -195,23 +197,24 @@ class Decider:
         excluded = first_match(self._exclude, module, weight.module)
         included = first_match(self._include, module, weight.module)
         if excluded:
-            return None, f"excluded by --exclude {excluded.text}"
+            return None, f"{EXCLUDED} {excluded.text}"
         if weight.tensors[0] in self.mtp and self.options.mtp == "keep":
-            return None, "MTP layer, --mtp keep"
+            return None, MTP_KEPT
         if role in KEPT and not included:
             if role == "other" and self.options.strict:
                 hint = "add --exclude or --include for it, or leave --strict out to copy it as it is"
                 self.rejects.append(Reject(weight.tensors[0], f"{list(weight.shape)}: {KEPT[role]}", hint))
             return None, KEPT[role]
         target = self.checkpoint_format.target(role, self.group)
-        reason = "this format leaves all Linears but routed experts in 16 bits"
+        reason = BY_FORM
         if target is not None:
             refused = target.checkpoint_layout.accepts(target.weight_format, shape)
             if refused is None:
                 return target, self._describe(weight, target)
             reason = refused.reason
         if weight.quantized:
-            return SIXTEEN_BITS, f"{weight.encoding} -> bf16: {reason}"
+            plain = TRANSPOSED if self.family.stores_transposed(module) else SIXTEEN_BITS
+            return plain, f"{weight.encoding} -> bf16: {reason}"
         return None, reason
 
     def _describe(self, weight: StoredWeight, target: StorageSpec) -> str:
@@ -247,7 +250,7 @@ def _action(parts: Sequence[Part]) -> Action:
     targets = [part.target for part in parts if part.target]
     if not targets:
         return "keep"
-    return "dequantize" if all(target == SIXTEEN_BITS for target in targets) else "quantize"
+    return "quantize" if any(target.is_quantized for target in targets) else "dequantize"
 
 
 def _whole(experts: list[Decision]) -> list[Decision]:

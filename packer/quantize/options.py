@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
-from tilewright.kernels.errors import PlanError, check_choice
+from tilewright.kernels.errors import OptionError, PlanError, check_choice
 
 from ..families.experts import ExpertsOrder
 from ..schemes import SCHEMES
@@ -32,6 +32,8 @@ class QuantizeOptions:
         tied_head: What to do about an output head that is absent and not tied; None refuses.
         solver: Id of the solver; None takes the scheme's own.
         strict: Refuse what would otherwise be noted.
+        min_coverage: Refuse if less than this share, 0 to 1, of the weights in Linears, in experts and in matrices that
+            no rule knows would be quantized; what `exclude`, `mtp` and `form` leave out is not counted.
     """
 
     scheme: str
@@ -45,6 +47,7 @@ class QuantizeOptions:
     tied_head: Literal["as-source", "tie"] | None = None
     solver: str | None = None
     strict: bool = False
+    min_coverage: float = 0.0
 
     def __post_init__(self) -> None:
         check_choice("--scheme", self.scheme, SCHEMES)
@@ -58,9 +61,13 @@ class QuantizeOptions:
         check_choice("--experts-order", self.experts_order, get_args(ExpertsOrder))
         check_choice("--mtp", self.mtp, MTP)
         check_choice("--tied-head", self.tied_head, TIED_HEAD)
+        if not 0 <= self.min_coverage <= 1:
+            raise OptionError(f"--min-coverage is {self.min_coverage:g}; a share from 0 to 1 is expected")
 
     def resolved(self) -> dict[str, Any]:
         """The options with every default filled in, by the names that they have in manifests.
+
+        `min_coverage` is left out, for it changes no byte.
 
         Raises:
             PlanError: The scheme does not have this format or group size.
@@ -79,4 +86,5 @@ class QuantizeOptions:
         group = self.group_size or (scheme.groups[0] if scheme.groups else 128)
         solver = SOLVERS[self.solver or scheme.solver].id
         fields = {MANIFEST_NAMES.get(name, name): value for name, value in asdict(self).items()}
+        del fields["min_coverage"]
         return fields | {"form": checkpoint_format, "group_size": group, "solver": solver}

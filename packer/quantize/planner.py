@@ -8,17 +8,18 @@ from ..checkpoint import detect_weights
 from ..checkpoint.files import QUANTIZATION_FILES, Checkpoint
 from ..checkpoint.naming import Naming
 from ..checkpoint.packed import is_packed
-from ..families import family_of
+from ..families import family_of, unknown_model
 from ..families.layers import draft_layer, mtp_tensors
 from ..plan import Plan
 from ..quant_config.inputs import QuantConfigInputs
 from ..schemes import SCHEMES
 from ..schemes.scheme import CheckpointFormat
+from .coverage import coverage_of
 from .decisions import Decider, Decision
 from .emit import Emitter
 from .model_config import check_head, output_config
 from .options import QuantizeOptions
-from .unquantized import foreign_weights, fused_groups_apart, group_advice, unquantized_modules
+from .unquantized import foreign_weights, fused_groups_apart, group_advice, read_elsewhere, unquantized_modules
 
 STALE_FILES = (*QUANTIZATION_FILES, "quant_cfg.json")  # describe the source's quantization
 
@@ -56,11 +57,14 @@ def plan_quantize(checkpoint: Checkpoint, options: QuantizeOptions, device: str 
     quantized = [(part.module, decision.role == "expert") for decision in decisions for part in decision.quantized]
     notes = [*decider.notes, *fused_groups_apart(decisions, family), *foreign_weights(decisions, checkpoint_format)]
     notes += group_advice(decisions, SCHEMES[options.scheme].groups, chosen["group_size"])
+    coverage = coverage_of(decisions, specs)
+    notes += [*unknown_model(checkpoint.config), *coverage.notes(), *read_elsewhere(decisions, family)]
     rejects = [
         *inventory.rejects,
         *decider.rejects,
         *emitter.rejects,
         *_refusals(checkpoint, options, checkpoint_format, decisions, specs),
+        *coverage.against(options.min_coverage),
     ]
     notes += [] if checkpoint.config else ["the source has no config.json"]
     config, config_notes = output_config(checkpoint.config, block, options, bool(decider.mtp))

@@ -91,6 +91,24 @@ def foreign_weights(decisions: Sequence[Decision], checkpoint_format: Checkpoint
     ]
 
 
+def read_elsewhere(decisions: Sequence[Decision], family: ModelFamily) -> list[str]:
+    """Lines about quantized weights that some who load this family cannot read."""
+    notes = []
+    stacked = next((one for one in decisions if one.index is not None and one.quantized), None)
+    if stacked and family.experts.read_stacked_by:
+        notes.append(
+            f"{stacked.names[0]}: its experts are written one by one, as {stacked.quantized[0].module}; who reads them "
+            f"only in stacks cannot load them ({family.experts.read_stacked_by}), pack-for-cpu can"
+        )
+    made = (part.module for decision in decisions for part in decision.quantized)
+    if turned := next((module for module in made if family.stores_transposed(module)), None):
+        notes.append(
+            f"{turned}: is a Conv1D in transformers, which loads those in 16 bits only; its codes are stored "
+            "[out, in], as pack-for-cpu reads them"
+        )
+    return notes
+
+
 def fused_groups_apart(decisions: Sequence[Decision], family: ModelFamily) -> list[str]:
     """One line for each merged layer of which engines would find some parts quantized and others not."""
     states: dict[str, dict[str, bool]] = {}

@@ -35,12 +35,17 @@ class StorageSpec:
         return FORMATS[self.format]
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether it takes fewer than 16 bits."""
+        return self.weight_format.has_scales
+
+    @property
     def checkpoint_layout(self) -> Layout:
         """The layout itself."""
         return LAYOUTS[self.layout]
 
 
-SIXTEEN_BITS = StorageSpec(BF16.id, "plain-bf16")
+SIXTEEN_BITS, TRANSPOSED = StorageSpec(BF16.id, "plain-bf16"), StorageSpec(BF16.id, "conv1d-bf16")
 
 
 class ConfigWriter(Protocol):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import execute
-from tilewright.packer.pack.planner import plan_ranks
+from tilewright.packer.pack.ranks import plan_ranks
 from tilewright.packer.pack.target import CpuTarget
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

@@ -20,7 +20,8 @@ from tilewright.packer.families.experts import ExpertNames, ExpertSpellings
 from tilewright.packer.families.family import ModelFamily
 from tilewright.packer.families.parallel import MergedLinear, ParallelAxes
 from tilewright.packer.families.roles import Rule, tail
-from tilewright.packer.pack.planner import plan_pack, plan_ranks
+from tilewright.packer.pack.planner import plan_pack
+from tilewright.packer.pack.ranks import plan_ranks
 from tilewright.packer.pack.target import CpuTarget
 from tilewright.packer.quantize.options import QuantizeOptions
 from tilewright.packer.quantize.planner import plan_quantize

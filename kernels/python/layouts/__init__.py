@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..registry import Registry
 from .base import Layout
 from .checkpoint_int4 import PACK_QUANTIZED, PACK_QUANTIZED_FP16, PACK_QUANTIZED_FP32, W4AFP8_EXPERT
-from .checkpoint_scaled import BLOCK_FP8, BLOCK_FP8_CT, INT8_CHANNEL, PLAIN_BF16
+from .checkpoint_scaled import BLOCK_FP8, BLOCK_FP8_CT, CONV1D_BF16, INT8_CHANNEL, PLAIN_BF16
 from .checkpoint_zero_points import ZERO_POINTS
 from .cpu_float import CPU_VNNI_BF16, CPU_VNNI_FP8
 from .cpu_int4 import CPU_VNNI_INT4
@@ -17,6 +17,7 @@ LAYOUTS: Registry[Layout] = Registry(
     "layout",
     (
         PLAIN_BF16,
+        CONV1D_BF16,
         BLOCK_FP8,
         BLOCK_FP8_CT,
         INT8_CHANNEL,

@@ -59,7 +59,42 @@ class ScaledCodes:
         return QTensor(fmt, tensors["weight"], tensors[self.scale] if self.scale else None)
 
 
+@dataclass(frozen=True)
+class TransposedValues:
+    """`weight` = values [K, N]: a Linear as `Conv1D` of transformers stores it, which GPT-2 uses.
+
+    Attributes:
+        id: Stable name of the layout.
+        fmt: The only weight format that it holds, one without scales.
+        version: Version of the byte formula.
+    """
+
+    id: str
+    fmt: WeightFormat
+    version: int = 1
+
+    def accepts(self, fmt: WeightFormat, shape: tuple[int, ...], parts: int = 1) -> Reject | None:
+        """Why this layout cannot hold such a weight, or None if it can."""
+        return ScaledCodes(self.id, self.fmt, "").accepts(fmt, shape, parts)
+
+    def specs(self, fmt: WeightFormat, shape: tuple[int, ...], parts: int = 1) -> dict[str, TensorSpec]:
+        """Suffix, dtype and shape of every tensor that `pack` gives."""
+        return {"weight": TensorSpec(fmt.code_dtype, (shape[1], shape[0]))}
+
+    def pack(self, q: QTensor) -> dict[str, torch.Tensor]:
+        """The named tensor."""
+        return {"weight": q.codes.T.contiguous()}
+
+    def unpack(
+        self, tensors: Mapping[str, torch.Tensor], fmt: WeightFormat, shape: tuple[int, ...], parts: int = 1
+    ) -> QTensor:
+        """The exact inverse of `pack`."""
+        check_tensors(f"layout {self.id}", tensors, self.specs(fmt, shape, parts))
+        return QTensor(fmt, tensors["weight"].T.contiguous())
+
+
 PLAIN_BF16 = ScaledCodes("plain-bf16", BF16, "")
+CONV1D_BF16 = TransposedValues("conv1d-bf16", BF16)
 BLOCK_FP8 = ScaledCodes("block-fp8", FP8, "weight_scale_inv")  # quant_method fp8; a multiplier despite its name
 BLOCK_FP8_CT = ScaledCodes("block-fp8-ct", FP8, "weight_scale")  # compressed-tensors float-quantized, block strategy
 INT8_CHANNEL = ScaledCodes("int8-channel", INT8, "weight_scale")  # w8a8_int8 and compressed-tensors int-quantized

@@ -17,7 +17,7 @@ from tilewright.kernels.packed.safetensors_file import read_header
 from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.inspect import inspect
-from tilewright.packer.pack.planner import plan_ranks
+from tilewright.packer.pack.ranks import plan_ranks
 from tilewright.packer.pack.target import CpuTarget
 from tilewright.packer.plan import Plan
 

@@ -16,7 +16,8 @@ from tilewright.kernels.tensors import QTensor
 from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.pack.latent_attention import Heads, split_heads
-from tilewright.packer.pack.planner import plan_pack, plan_ranks
+from tilewright.packer.pack.planner import plan_pack
+from tilewright.packer.pack.ranks import plan_ranks
 from tilewright.packer.pack.target import CpuTarget
 from tilewright.packer.plan import Plan
 

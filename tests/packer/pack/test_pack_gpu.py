@@ -14,7 +14,8 @@ from tilewright.kernels.packed.module_spec import ModuleSpec
 from tilewright.kernels.packed.safetensors_file import read_header
 from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import execute
-from tilewright.packer.pack.planner import plan_pack, plan_ranks
+from tilewright.packer.pack.planner import plan_pack
+from tilewright.packer.pack.ranks import plan_ranks
 from tilewright.packer.pack.target import GpuTarget
 
 Call = Callable[..., Path]

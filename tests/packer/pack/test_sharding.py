@@ -16,7 +16,7 @@ from tilewright.kernels.packed.module_spec import RankSharding
 from tilewright.kernels.tensors import QTensor, TensorSpec
 from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import execute
-from tilewright.packer.pack.planner import plan_ranks
+from tilewright.packer.pack.ranks import plan_ranks
 from tilewright.packer.pack.sharding import RankSlice, sharding_of_rank, sharding_rejects
 from tilewright.packer.pack.target import CpuTarget
 
