@@ -85,7 +85,7 @@ COMMON: tuple[Rule, ...] = (
         tail("embed_tokens_per_layer", "wpe", r"embed_positions", r"(?:position|token_type|rel)_embeddings?"), "table"
     ),
     Rule(tail("relative_attention_bias"), "table"),
-    Rule(tail(r"\w*norm\w*", r"ln_\w+", r"shared_head\.norm"), "norm"),
+    Rule(tail(r"(?i:\w*norm\w*)", r"ln_\w+", r"shared_head\.norm"), "norm"),
     Rule(tail("shared_expert_gate"), "shared-gate"),
     Rule(tail(r"(?:mlp|block_sparse_moe|feed_forward|moe|ffn|mixer)\.gate(?:\.wg)?", r"router(?:\.\w+)?"), "router"),
     Rule(tail("conv1d", "conv", r"\w*_conv", "patch_embed", "patch_embedding"), "conv"),

@@ -29,9 +29,12 @@ EXCLUDED, MTP_KEPT = "excluded by --exclude", "MTP layer, --mtp keep"
 BY_FORM = "this format leaves all Linears but routed experts in 16 bits"
 LOOSE = (  # tensors that are no matrix of a module, and why they keep their bytes
     (re.compile(r"\.bias$|_bias$"), "bias"),
-    (re.compile(r"norm\w*\.weight$|layernorm|(?:^|\.)ln_\w+\.weight$"), "normalisation"),
+    (re.compile(r"(?i:norm)\w*\.weight$|layernorm|(?:^|\.)ln_\w+\.weight$"), "normalisation"),
     (re.compile(r"conv\w*\.weight$|patch_embed"), "convolution"),
-    (re.compile(r"\.(?:A_log|D|dt_bias|sinks|inv_freq|k_scale|v_scale|q_scale|layer_scalar)$"), "small parameter"),
+    (
+        re.compile(r"\.(?:A_log|D|dt_bias|sinks|inv_freq|k_scale|v_scale|q_scale|layer_scalar|act_fn\.\w+)$"),
+        "small parameter",
+    ),
 )
 
 
