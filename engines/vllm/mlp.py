@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import inspect
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -17,14 +13,10 @@ from tilewright.kernels.model_names import DOWN, GATE_UP
 from tilewright.kernels.modules import PackedLinear, PackedStack
 from tilewright.kernels.modules.mlp import PackedMlp, why_not_fused
 
+from .. import gated_mlp
 from .linear import PackedLinearMethod
 
 _CHILDREN = {GATE_UP, "act_fn", DOWN}
-_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": functional.silu,
-    "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-}
 
 
 def replace_mlps(model: nn.Module) -> None:
@@ -87,31 +79,19 @@ class _Native(nn.Module):
 
 
 def find_activation(module: Any) -> str | None:
-    """The activation with which a module computes `down(act(gate(x)) * up(x))`; None if it computes something else.
+    """The activation of a gated MLP, see `gated_mlp.find_activation`.
 
     Args:
-        module: One of vLLM's with children `gate_up_proj`, `act_fn` and `down_proj`. The Linears are not called: small
-            matrices take their places in a copy.
+        module: One of vLLM's with children `gate_up_proj`, `act_fn` and `down_proj`.
     """
-    if len(inspect.signature(module.forward).parameters) != 1 or not hasattr(module.act_fn, "forward_native"):
+    if not hasattr(module.act_fn, "forward_native"):
         return None
-    generator = torch.Generator().manual_seed(0)
-    sizes = ((16, 8), (16, 8), (8, 16), (3, 8))
-    gate, up, down, x = (torch.randn(size, generator=generator, dtype=torch.float64) for size in sizes)
-    twin = copy.copy(module)
-    twin._modules = {
-        GATE_UP: _Small(torch.cat([gate, up])),
-        "act_fn": _Native(module.act_fn),
-        DOWN: _Small(down),
-    }
-    try:
-        with torch.no_grad():
-            y = twin(x)
-    except Exception:  # it asks more of its parts than the small ones have
-        return None
-    for activation, function in _FUNCTIONS.items():
-        if isinstance(y, Tensor) and torch.allclose(
-            y, (function(x @ gate.T) * (x @ up.T)) @ down.T, rtol=1e-9, atol=1e-12
-        ):
-            return activation
-    return None
+
+    def children(gate: Tensor, up: Tensor, down: Tensor) -> dict[str, nn.Module]:
+        return {
+            GATE_UP: _Small(torch.cat([gate, up])),
+            "act_fn": _Native(module.act_fn),
+            DOWN: _Small(down),
+        }
+
+    return gated_mlp.find_activation(module, children)

@@ -45,19 +45,7 @@ def verify(
     load_model: Callable[[Path], Any],
     progress: Progress | None = None,
 ) -> Verification:
-    """Compare `candidate`, quantized or packed, with `reference`.
-
-    Args:
-        reference: A directory, one .safetensors file, or a hub id.
-        candidate: The same.
-        options: How far to go, and what passes.
-        load_model: Loads a packed directory as a model, for level `model`.
-        progress: Hears how far the job is; a tqdm bar by default, `Silent()` says nothing.
-
-    Raises:
-        OptionError: The options are not allowed.
-        TilewrightError: One of them cannot be read, or not be run. A result below its threshold is no error.
-    """
+    """See `tilewright.verify`, which hands in `load_model`: what loads a packed directory as a model."""
     options, progress = options or VerifyOptions(), progress or progress_on()
     sides = open_checkpoint(reference), open_checkpoint(candidate)
     with reading(*sides):

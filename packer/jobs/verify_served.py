@@ -28,21 +28,7 @@ def verify_served(
     choices: int | None = None,
     progress: Progress | None = None,
 ) -> Verification:
-    """Compare what a running server predicts with `reference`, on the windows on which files are compared too.
-
-    Args:
-        reference: A directory, or a hub id.
-        url: Address of a vLLM or SGLang server.
-        options: Text, windows and what passes; `level` is `model`.
-        load_model: Loads a packed directory as a model.
-        model: Which of the server's models; None if it has one only.
-        choices: Choices to ask for at each token; None lets the size of the vocabulary decide.
-        progress: Hears how far the job is; a tqdm bar by default, `Silent()` says nothing.
-
-    Raises:
-        OptionError: The options are not allowed.
-        TilewrightError: The reference cannot be run, or the server not be asked. A bad result is no error.
-    """
+    """See `tilewright.verify_served`, which hands in `load_model`: what loads a packed directory as a model."""
     if options.text is None:
         raise OptionError("--served compares predictions on a text: add --text FILE")
     progress = progress or progress_on()

@@ -45,12 +45,12 @@ def verify_served(
     choices: int | None = None,
     progress: Progress | None = None,
 ) -> Verification:
-    """Compare what a running server predicts with `reference`.
+    """Compare what a running server predicts with `reference`, on the windows on which files are compared too.
 
     Args:
         reference: A directory, or a hub id.
         url: Address of a vLLM or SGLang server.
-        options: Text, windows and what passes.
+        options: Text, windows and what passes; `level` is `model`.
         model: Which of the server's models; None if it has one only.
         choices: Choices to ask for at each token; None lets the size of the vocabulary decide.
         progress: Hears how far the job is; a tqdm bar by default, `Silent()` says nothing.

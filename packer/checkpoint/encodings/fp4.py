@@ -10,11 +10,11 @@ import torch
 
 from tilewright.kernels.tensors import Reject
 
-from ..declared import Declared, DeclaredNumbers, Fields, QuantMethod, everywhere
+from ..declared import QuantMethod
 from ..encoding import Decoder, StoredWeight, TensorGroup
 from .bits import E2M1
 from .compressed_tensors import COMPRESSED_TENSORS
-from .fp8_methods import METHODS
+from .fp8_methods import METHODS, MXFP4
 
 Global = Literal["none", "multiplier", "divisor"]
 E8M0 = (torch.uint8, torch.float8_e8m0fnu)
@@ -132,21 +132,6 @@ class DeepSeekFp4:
 
 
 @dataclass(frozen=True)
-class Mxfp4Method:
-    """`quant_method: mxfp4`: the routed experts of GPT-OSS."""
-
-    id: str = "mxfp4"
-
-    def read(self, fields: Fields) -> Declared:
-        """See `QuantMethod.read`."""
-        fields.take("quant_method")
-        skipped = fields.names("modules_to_not_convert")
-        fields.absent("dequantize")
-        fields.close()
-        return everywhere(DeclaredNumbers("float", 4, (1, 32), packing="mxfp4"), skipped)
-
-
-@dataclass(frozen=True)
 class BlocksDecoder(Fp4Decoder):
     """The codes of each group lie along a dimension of their own: [N, K / 32, 16]."""
 
@@ -157,7 +142,7 @@ class GptOss:
 
     id: str = "mxfp4-blocks"
     suffixes: tuple[str, ...] = ("blocks", "scales")
-    methods: tuple[QuantMethod, ...] = (Mxfp4Method(),)
+    methods: tuple[QuantMethod, ...] = (MXFP4,)
 
     def detect(self, group: TensorGroup) -> StoredWeight | Reject | None:
         """See `Encoding.detect`."""

@@ -1,4 +1,4 @@
-"""Quantization configs of FP8 and int8 weights with one element per code, and ModelOpt's."""
+"""Quantization configs of FP8 and int8 weights with one element per code, of ModelOpt and of GPT-OSS."""
 
 from __future__ import annotations
 
@@ -91,18 +91,33 @@ W4AFP8 = PlainCodes("w4afp8", DeclaredNumbers("", packing="w4afp8"))
 
 
 @dataclass(frozen=True)
-class FbgemmMethod:
-    """`quant_method: fbgemm_fp8`: FP8 per output channel."""
+class FixedMethod:
+    """A method whose name says what the numbers are; its config only lists what it leaves alone.
 
-    id: str = "fbgemm_fp8"
+    Attributes:
+        id: Value of `quant_method`.
+        numbers: What it declares of every module.
+        ignored: Keys that say nothing about the stored weights.
+        refused: Keys that must be absent.
+    """
+
+    id: str
+    numbers: DeclaredNumbers
+    ignored: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()
 
     def read(self, fields: Fields) -> Declared:
         """See `QuantMethod.read`."""
         fields.take("quant_method")
         skipped = fields.names("modules_to_not_convert")
-        fields.skip("activation_scale_ub")
+        fields.skip(*self.ignored)
+        fields.absent(*self.refused)
         fields.close()
-        return everywhere(DeclaredNumbers("float", 8, (1, 0)), skipped)
+        return everywhere(self.numbers, skipped)
+
+
+FBGEMM_FP8 = FixedMethod("fbgemm_fp8", DeclaredNumbers("float", 8, (1, 0)), ignored=("activation_scale_ub",))
+MXFP4 = FixedMethod("mxfp4", DeclaredNumbers("float", 4, (1, 32), packing="mxfp4"), refused=("dequantize",))  # GPT-OSS
 
 
 ALGORITHMS = {
@@ -163,4 +178,4 @@ def _check_size(fields: Fields, size: object, numbers: DeclaredNumbers | None) -
         raise fields.fail("group_size", f"is {size!r}, this algorithm has groups of {known}")
 
 
-METHODS = (*(Fp8Method(), W8A8_INT8, W8A8_FP8, BLOCK_INT8, FbgemmMethod(), ModelOptMethod()),)
+METHODS = (*(Fp8Method(), W8A8_INT8, W8A8_FP8, BLOCK_INT8, FBGEMM_FP8, ModelOptMethod()),)
