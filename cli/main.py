@@ -27,6 +27,7 @@ COMMANDS = {  # each is a click command of the same name in the module of the sa
     "pack-for-gpu": "Write int4 experts in the order in which Hopper kernels read them.",
     "verify-accuracy": "Compare a converted model with its source.",
     "inspect-model": "Print what a directory or file holds.",
+    "repair": "Bring a published checkpoint to what engines read, or check it.",
     "publish": "Upload an output to the hub, with a model card.",
 }
 SHORT = {  # names for those who type them often

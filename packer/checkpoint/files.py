@@ -84,23 +84,24 @@ class Checkpoint:
         return self._maps[file]
 
 
-def open_checkpoint(source: str | Path, *, consumed: bool = False) -> Checkpoint:
+def open_checkpoint(source: str | Path, *, consumed: bool = False, indexed: bool = True) -> Checkpoint:
     """Read everything about a checkpoint but its weights.
 
     Args:
         source: A directory, one .safetensors file, or a hub id `org/name[@revision]`, which is downloaded first.
         consumed: Do without shards that an earlier run has used up (`--consume`): their headers were kept.
+        indexed: Let the index say which shard holds what; otherwise the shards do, all that are there.
 
     Raises:
         CheckpointError: It cannot be used; one message lists all that is wrong with it.
     """
     try:
-        return _open(source, consumed)
+        return _open(source, consumed, indexed)
     except OSError as error:
         raise CheckpointError(f"{quoted(str(source))}: cannot be opened: {error.strerror}") from error
 
 
-def _open(source: str | Path, consumed: bool) -> Checkpoint:
+def _open(source: str | Path, consumed: bool, indexed: bool) -> Checkpoint:
     path = Path(source)
     if not path.exists() and path.name in kept_files(path.parent):
         return _open_file(path, consumed)
@@ -117,7 +118,7 @@ def _open(source: str | Path, consumed: bool) -> Checkpoint:
         return _open_file(path, consumed)
     if not path.is_dir():
         raise CheckpointError(f"{path}: neither a directory nor a .safetensors file")
-    return _open_directory(path, consumed)
+    return _open_directory(path, consumed, indexed)
 
 
 # Where the quantization config stands if config.json has none: file -> quant_method that it means, key that holds it.
@@ -147,7 +148,7 @@ def _open_file(path: Path, consumed: bool) -> Checkpoint:
     return Checkpoint(path.parent, config, headers, dict.fromkeys(header.specs, path.name), (), gone, stamps, notes)
 
 
-def _open_directory(root: Path, consumed: bool) -> Checkpoint:
+def _open_directory(root: Path, consumed: bool, indexed: bool) -> Checkpoint:
     if (root / UNFINISHED).is_dir() and not (root / MANIFEST_FILE).exists():
         hint = "the command that writes it goes on with --resume"
         raise CheckpointError(f"{root}: an unfinished output of Tilewright", hint=hint)
@@ -162,7 +163,7 @@ def _open_directory(root: Path, consumed: bool) -> Checkpoint:
     except CheckpointError as error:
         problems.append(str(error))
     try:
-        shards = find_shards(root, consumed, problems)
+        shards = find_shards(root, consumed, problems, indexed=indexed)
         side, side_notes = find_side_files(root, set(shards.headers), problems)
         for path in (*([shards.index] if shards.index else []), *(root / path for path in side)):
             stamps[path] = FileStamp.of(path.stat())

@@ -45,18 +45,19 @@ def listing(names: list[str]) -> str:
     return ", ".join(quoted(name) for name in names[:SHOWN]) + more
 
 
-def find_shards(root: Path, consumed: bool, problems: list[str]) -> Shards:
+def find_shards(root: Path, consumed: bool, problems: list[str], *, indexed: bool = True) -> Shards:
     """Read the index and the headers of all shards in `root`.
 
     Args:
         root: The checkpoint's directory.
         consumed: Do without shards of which `--consume` has kept only the header.
+        indexed: Let the index decide; otherwise the shards tell what is in them.
         problems: Gets one line for each thing that is wrong; the result is only of use if there is none.
 
     Raises:
         CheckpointError: There is no way to know which files are meant.
     """
-    index = _find_index(root)
+    index = _find_index(root) if indexed else None
     present = sorted(path.name for path in root.glob("*.safetensors"))
     present = sorted({*present, *(name for name in kept_files(root) if "/" not in name)})
     if index is None:

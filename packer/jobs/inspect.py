@@ -33,7 +33,8 @@ def inspect(path: str | Path, *, checksums: bool = False) -> Inspection:
 
 def engine_exclusions(path: str | Path, *, checksums: bool = False) -> tuple[View, ...]:
     """What each engine makes of the list of unquantized modules in the config of a directory; see `inspect`."""
-    return tuple(engine_views(_open(path, checksums)))
+    checkpoint = _open(path, checksums)
+    return tuple(engine_views({name: checkpoint.spec(name) for name in checkpoint.files}, checkpoint.config))
 
 
 def _open(path: str | Path, checksums: bool) -> Checkpoint:

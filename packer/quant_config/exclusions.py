@@ -12,8 +12,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tilewright.kernels.tensors import TensorSpec
+
 from ..checkpoint import detect_weights, quantization_config
-from ..checkpoint.files import Checkpoint
 from ..families import family_of
 from ..families.experts import LONG
 from ..families.roles import Role, unwrapped
@@ -132,24 +133,44 @@ class View:
     torn: tuple[str, ...] = ()
 
 
-def engine_views(checkpoint: Checkpoint) -> list[View]:
-    """The view of every engine; nothing but headers is read."""
-    block = quantization_config(checkpoint.config)
+def engine_views(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> list[View]:
+    """The view of every engine.
+
+    Args:
+        specs: Tensor name -> specification.
+        config: config.json.
+    """
+    block = quantization_config(config)
     method = str(block.get("quant_method"))
-    modules = _modules(checkpoint)
+    modules = _modules(specs, config)
     return [
         _view(engine, readings[method], block, modules) if method in readings else View(engine, False)
         for engine, readings in ENGINES.items()
     ]
 
 
-def _modules(checkpoint: Checkpoint) -> dict[str, tuple[Role, bool, str]]:
+def unquantized_paths(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> list[str]:
+    """The list that every engine reads rightly: full paths of the modules that the files hold in 16 bits.
+
+    A module of a wrapped text model stands under both of its paths; experts of which none is quantized stand one by
+    one and as the container that engines ask for.
+    """
+    modules = _modules(specs, config)
+    quantized = {asked for _, is_quantized, asked in modules.values() if is_quantized}
+    listed: dict[str, None] = {}
+    for path, (_, is_quantized, asked) in modules.items():
+        if not is_quantized:
+            listed |= dict.fromkeys((path, unwrapped(path)))
+            listed |= {} if asked in quantized else dict.fromkeys((asked, unwrapped(asked)))
+    return list(listed)
+
+
+def _modules(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> dict[str, tuple[Role, bool, str]]:
     """Module -> its role, whether the files hold it quantized, and the path that engines ask for: of all experts."""
     # What the files hold is asked without the lists that are judged by it.
-    block = {key: value for key, value in quantization_config(checkpoint.config).items() if key not in _LISTS}
-    config = {**checkpoint.config, "quantization_config": block}
-    inventory = detect_weights({name: checkpoint.spec(name) for name in checkpoint.files}, config)
-    family = family_of(checkpoint.config)
+    block = {key: value for key, value in quantization_config(config).items() if key not in _LISTS}
+    inventory = detect_weights(specs, {**config, "quantization_config": block})
+    family = family_of(config)
     modules: dict[str, tuple[Role, bool, str]] = {}
     for weight in inventory.weights:
         path = family.experts.canonical(weight.module)

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .packer.jobs.pack import PackOptions, pack, unpack
     from .packer.jobs.publish import PublishOptions, PublishResult, publish
     from .packer.jobs.quantize import quantize
+    from .packer.jobs.repair import Repair, RepairOptions, repair
     from .packer.progress import Progress, Silent
     from .packer.quantize.options import QuantizeOptions
     from .packer.verify.options import Thresholds, VerifyOptions
@@ -47,12 +48,15 @@ _LAZY = {
     "verify_served": "verification",
     "inspect": "packer.jobs.inspect",
     "publish": "packer.jobs.publish",
+    "repair": "packer.jobs.repair",
     "QuantizeOptions": "packer.quantize.options",
     "CalibrationOptions": "packer.jobs.calibration",
     "PackOptions": "packer.jobs.pack",
     "RunOptions": "packer.engine.job",
     "PublishOptions": "packer.jobs.publish",
     "PublishResult": "packer.jobs.publish",
+    "Repair": "packer.jobs.repair",
+    "RepairOptions": "packer.jobs.repair",
     "VerifyOptions": "packer.verify.options",
     "Thresholds": "packer.verify.options",
     "ConversionResult": "packer.jobs.conversion",
@@ -91,6 +95,8 @@ __all__ = [
     "PublishOptions",
     "PublishResult",
     "QuantizeOptions",
+    "Repair",
+    "RepairOptions",
     "RunOptions",
     "SchemeError",
     "Silent",
@@ -106,6 +112,7 @@ __all__ = [
     "pack",
     "publish",
     "quantize",
+    "repair",
     "unpack",
     "verify",
     "verify_served",

@@ -21,6 +21,11 @@ LAYER = "model.layers.0"
 MODULES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.experts.0.up_proj", "mlp.experts.1.up_proj")
 
 
+def views_of(root: Path) -> list[View]:
+    checkpoint = open_checkpoint(root)
+    return engine_views({name: checkpoint.spec(name) for name in checkpoint.files}, checkpoint.config)
+
+
 def directory(root: Path, block: dict[str, Any], unquantized: tuple[str, ...], prefix: str = LAYER) -> dict[str, View]:
     """The views on a checkpoint of FP8 modules, some of which are in 16 bits."""
     tensors: dict[str, torch.Tensor] = {f"{prefix}.mlp.gate.weight": torch.ones(2, 128, dtype=torch.bfloat16)}
@@ -34,7 +39,7 @@ def directory(root: Path, block: dict[str, Any], unquantized: tuple[str, ...], p
     root.mkdir()
     save_file(tensors, root / "model.safetensors")
     (root / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "quantization_config": block}))
-    return {view.engine: view for view in engine_views(open_checkpoint(root))}
+    return {view.engine: view for view in views_of(root)}
 
 
 def fp8(*entries: str, key: str = "modules_to_not_convert") -> dict[str, Any]:
@@ -47,7 +52,7 @@ def test_engines_agree_with_what_we_write(name: str, scheme: str, form: str, tmp
     source = open_checkpoint(MODELS / name)
     exclude = () if (scheme, form) == ("w4afp8", "native") else ("layers.1.self_attn", "layers.2.mlp")
     execute(plan_quantize(source, QuantizeOptions(scheme, form, exclude=exclude)), source, tmp_path / "out")
-    views = [view for view in engine_views(open_checkpoint(tmp_path / "out")) if view.reads]
+    views = [view for view in views_of(tmp_path / "out") if view.reads]
     assert views
     for view in views:
         assert (view.missing, view.surplus, view.torn) == ((), (), ())

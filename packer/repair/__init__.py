@@ -1,0 +1,1 @@
+"""Checkpoints that others published with known damage, brought to what serving engines read."""
