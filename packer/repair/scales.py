@@ -186,7 +186,7 @@ def _told(spec: TensorSpec) -> str:
 
 def _holds(original: Checkpoint, weight: Quantized, specs: Mapping[str, TensorSpec]) -> bool:
     """Whether the original has this weight as plain numbers, so that its scales can be worked out again."""
-    if weight.codes not in original.files or specs[weight.codes].dtype != weight.storage.weight_format.code_dtype:
+    if weight.codes not in original.files:
         return False
     spec = original.spec(weight.codes)
     return spec.shape == specs[weight.codes].shape and spec.dtype.is_floating_point and spec.dtype.itemsize > 1
