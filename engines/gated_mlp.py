@@ -16,7 +16,8 @@ FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,
     "gelu_tanh": partial(functional.gelu, approximate="tanh"),
 }
-SIZES = ((16, 8), (16, 8), (8, 16), (3, 8))  # of gate, up and down [N, K], and of the input [M, K]
+SIZES = ((16, 8), (16, 8), (8, 16), (4, 8))  # of gate, up and down [N, K], and of the input [M, K]
+MAGNITUDES = (0.1, 1.0, 10.0, 100.0)  # of the rows of the input: products on both sides of every bound
 
 
 def find_activation(
@@ -33,6 +34,7 @@ def find_activation(
         return None
     generator = torch.Generator().manual_seed(0)
     gate, up, down, x = (torch.randn(size, generator=generator, dtype=torch.float64) for size in SIZES)
+    x *= torch.tensor(MAGNITUDES, dtype=torch.float64)[:, None]
     twin = copy.copy(module)
     twin._modules = {**module._modules, **children(gate, up, down)}
     try:

@@ -19,14 +19,17 @@ def replace_norms(model: nn.Module) -> None:
 
     Models differ in details that no name tells: whether the weight counts from 0 or 1, where values are rounded.
     """
-    same: dict[type, bool] = {}
+    same: dict[Any, bool] = {}
     for path, module in list(model.named_modules()):
         kind = type(module)
         if not kind.__name__.endswith("RMSNorm") or not hasattr(module, "variance_epsilon") or module._buffers:
             continue
-        if kind not in same:
-            same[kind] = _computes_rms_norm(module)
-        if same[kind]:
+        if module._parameters.keys() != {"weight"} or module._modules:
+            continue
+        alike = kind, str({key: value for key, value in vars(module).items() if not key.startswith("_")})
+        if alike not in same:
+            same[alike] = _computes_rms_norm(module)
+        if same[alike]:
             model.set_submodule(path, RmsNorm(module.weight, module.variance_epsilon))
 
 

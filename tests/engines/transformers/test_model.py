@@ -16,15 +16,22 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.models.falcon.modeling_falcon import FalconLinear
+from transformers.models.longcat_flash.configuration_longcat_flash import LongcatFlashConfig
+from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashExperts
+from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 import tilewright
-from tilewright.engines.transformers import model as hf
+from tilewright.engines.transformers.experts import find_gating
+from tilewright.engines.transformers.linears import keep_precision, why_no_linear
 from tilewright.kernels.errors import CheckpointError
-from tilewright.kernels.modules import PackedExperts, PackedLinear, PackedWeight
+from tilewright.kernels.modules import PackedExperts, PackedLinear, PackedWeight, report_kernels
 from tilewright.kernels.modules.mlp import PackedMlp
 from tilewright.kernels.ops.reference import quantize_rows
+from tilewright.kernels.packed.module_spec import Gating
 from tilewright.kernels.packed.safetensors_file import read_header
 from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import execute
@@ -123,16 +130,23 @@ def test_whole_mlps_norms_and_attention_unless_asked_not_to(packed: Call) -> Non
     assert top1 >= 0.985
 
 
-def test_experts_that_are_gated_in_another_way_are_refused(packed: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_that_are_gated_in_another_way_stay_as_they_are(packed: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound lies where small activations do not reach it; what packed experts compute would differ beyond."""
+
     def clamped(self: nn.Module, gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, -1)
         return nn.functional.silu(gate.clamp(max=7)) * up.clamp(-7, 7)
 
     monkeypatch.setattr(Qwen3MoeExperts, "_apply_gate", clamped)
-    with pytest.raises(
-        CheckpointError, match="mlp.experts`: Qwen3MoeExperts gates its experts in another way than silu"
-    ):
-        tilewright.load_model(packed(TINY[0], "int8"))
+    model = tilewright.load_model(packed(TINY[0], "int8"))
+    kept = {use.module: use for use in report_kernels(model) if not use.layout}
+    assert set(kept) == {f"model.layers.{layer}.mlp.experts" for layer in range(model.config.num_hidden_layers)}
+    assert kept["model.layers.0.mlp.experts"].kernel == "Qwen3MoeExperts"
+    assert "computes something else between its products than silu" in kept["model.layers.0.mlp.experts"].faster[0]
+    stack = model.packed.weight("model.layers.0.mlp.experts.w13")
+    assert isinstance(stack, PackedWeight)
+    wanted = Simulated(stack).values.to(torch.bfloat16)
+    assert torch.equal(model.model.layers[0].mlp.experts.gate_up_proj, wanted)
 
 
 class Simulated(nn.Module):
@@ -296,12 +310,29 @@ def test_subclasses_of_linear_keep_what_they_compute(packed: Call) -> None:
     holder = nn.Sequential(Router(8, 4).float(), nn.Linear(4, 4).float())
     x = torch.randn(3, 8)
     wanted = holder(x)
-    hf._keep_precision(holder)
+    keep_precision(holder)
     assert isinstance(holder[0], Router)
     assert torch.equal(holder(x), wanted)
     assert torch.equal(holder[0](x.bfloat16()), Router.forward(holder[0], x.bfloat16().float()))
-    checkpoint = tilewright.load_packed(packed(TINY[0], "int8"))
-    with pytest.raises(CheckpointError, match="Router computes something else"):
-        hf._check_linear("model.layers.0.self_attn.o_proj", Router(8, 4), checkpoint)
-    with pytest.raises(CheckpointError, match="Router is not called as routed experts are"):
-        hf._experts("model.layers.0.mlp.experts", Router(8, 4), checkpoint, None)
+    assert why_no_linear(Router(8, 4), 4, 8) == "Router computes something else than a Linear"
+    assert why_no_linear(nn.Linear(8, 4), 4, 8) == ""
+    assert why_no_linear(FalconLinear(8, 8), 8, 8) == why_no_linear(Conv1D(4, 8), 4, 8) == ""  # [K, N] in the second
+    assert "weight [4, 8], the packed one is [8, 4]" in why_no_linear(nn.Linear(8, 4), 8, 4)
+    assert find_gating(Router(8, 4)) == "Router holds bias, weight, packed experts are gate, up and down"
+
+
+def test_experts_with_more_than_their_stacks_are_not_taken_for_packed_ones() -> None:
+    """LongCat Flash sends some tokens to experts that hand them on as they are; packed experts would drop them."""
+    options = {"hidden_size": 64, "expert_ffn_hidden_size": 32, "n_routed_experts": 4}
+    experts = LongcatFlashExperts(LongcatFlashConfig(**options, zero_expert_num=2))
+    assert "no stacks of as many matrices" in str(find_gating(experts))
+    assert find_gating(LongcatFlashExperts(LongcatFlashConfig(**options, zero_expert_num=0))) == (Gating("silu"), False)
+
+    class Handing(Qwen3MoeExperts):
+        def forward(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+            beyond = (weights * (ids == self.num_experts)).sum(1, keepdim=True) * x
+            return super().forward(x, ids.clamp(max=self.num_experts), weights) + beyond
+
+    config = Qwen3MoeConfig(hidden_size=64, moe_intermediate_size=32, num_experts=4)
+    assert find_gating(Qwen3MoeExperts(config)) == (Gating("silu"), False)
+    assert "has a result for experts beyond" in str(find_gating(Handing(config)))
