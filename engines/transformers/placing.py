@@ -183,7 +183,7 @@ class Placing:
 
     def unused(self) -> list[str]:
         """Stored modules and tensors that have no place in the model, and should have one."""
-        layers = getattr(self.model.config.get_text_config(), "num_hidden_layers", None)
+        layers = _layer_count(self.model.config)
         ignored = [re.compile(pattern) for pattern in self.model._keys_to_ignore_on_load_unexpected or ()]
         tied = {source for name in tied_parameters(self.model) for source in self._sources(name)}
         names = []
@@ -197,6 +197,14 @@ class Placing:
     def _sources(self, target: str) -> list[str]:
         conversion = self.conversions.by_target.get(target)
         return conversion.sources if conversion else []
+
+
+def _layer_count(config: Any) -> int | None:
+    """Decoder layers of the text model; None if its config counts them in another way."""
+    try:
+        return int(config.get_text_config(decoder=True).num_hidden_layers)
+    except (AttributeError, TypeError, ValueError):
+        return None
 
 
 def _check_stacks(packed: PackedCheckpoint, name: str, old: nn.Module) -> None:
