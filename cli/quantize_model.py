@@ -26,6 +26,7 @@ from .options import (
 
 SCHEMES = ("block-fp8", "int8", "int4", "w4afp8")  # as the registries have them; a test compares
 SOLVERS = ("rtn", "mse", "gptq", "awq")
+ROTATIONS = ("hadamard-32", "hadamard-64", "hadamard-128")
 CHECKPOINT_FORMATS = ("native", "compressed-tensors")
 
 WHAT, WHICH, LAYOUT = (
@@ -62,6 +63,13 @@ what_options = stacked(
         group=WHAT,
         help="How the numbers are chosen: rtn rounds to nearest; mse searches the scale with the least error; gptq and "
         "awq need --calibrate.  [default: rtn for block-fp8 and int8, mse for int4 and w4afp8]",
+    ),
+    option(
+        "--rotate-inputs",
+        type=Choice(ROTATIONS),
+        group=WHAT,
+        help="For int8 and int4: multiply blocks of columns by a Hadamard matrix before rounding. Engines have to "
+        "rotate activations likewise, which spreads their outliers; few do. Implies --format compressed-tensors.",
     ),
     option(
         "--exclude", multiple=True, metavar="PATTERN", group=WHICH, help="Leave these modules as they are; repeatable."

@@ -18,6 +18,7 @@ from .tensors import Reject
 
 KIND = "hadamard"
 LARGEST_BLOCK = 128
+NAMES = tuple(f"{KIND}-{block}" for block in (32, 64, LARGEST_BLOCK))  # rotations that are asked for by name
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,14 @@ class Rotation:
     """
 
     block: int
+
+    def __str__(self) -> str:
+        """Its name."""
+        return f"{KIND}-{self.block}"
+
+    def of(self, x: torch.Tensor) -> torch.Tensor:
+        """`x H` for an x [.., K] of 16 or 32 bits, in fp32; of a rotated weight, the one before."""
+        return rotate(x.to(torch.float32), self.block)
 
     def to_json(self) -> dict[str, Any]:
         """The value of the key."""
@@ -47,6 +56,12 @@ class Rotation:
         if type(block) is not int or not 2 <= block <= LARGEST_BLOCK or block & (block - 1):
             raise ValueError(f"rotation in blocks of {str(block)[:50]}, not of a power of two up to {LARGEST_BLOCK}")
         return Rotation(block)
+
+    @staticmethod
+    def named(name: str | None, k: int) -> Rotation | None:
+        """The rotation `hadamard-64`, or another of `NAMES`, for K columns; None where it would rotate nothing."""
+        block = largest_block(k, int(name.rpartition("-")[2])) if name else 1
+        return Rotation(block) if block > 1 else None
 
     def why_not(self, fmt: WeightFormat, k: int) -> Reject | None:
         """Why a weight of this format and width cannot be one that takes rotated inputs, or None if it can."""

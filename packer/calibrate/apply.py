@@ -99,7 +99,7 @@ def _wanted(plan: Plan, method: Method) -> CalibrationTargets:
             targets |= {
                 part.module: part.target
                 for part in step.parts
-                if part.target and part.target != SIXTEEN_BITS and part.target.format != step.stored_format
+                if part.target and part.target != SIXTEEN_BITS and part.module not in step.kept
             }
             inputs |= {part.module for part in step.parts if part.input_scale}
         elif isinstance(step, Copy) and len(task.sources) == 1 and in_folds(task.sources[0].name, folds):

@@ -85,7 +85,7 @@ class Folder:
 
     def _reader(self, matrix: _Matrix) -> Reader:
         target = self.wanted.targets[matrix.name]
-        return Reader(matrix.values, target.weight_format)
+        return Reader(matrix.values, target.weight_format, target.rotation)
 
     def _movable(self, fold: Fold, readers: list[_Matrix]) -> bool:
         """Whether everything that has to change can be written."""

@@ -94,8 +94,11 @@ class LayerSolver:
         if not bool(torch.isfinite(weight).all()):
             raise SchemeError(f"{name}.weight: holds a NaN or an infinity; only finite weights can be quantized")
         assert statistics.hessian is not None
+        hessian = statistics.hessian
+        if rotation := target.rotation:
+            weight, hessian = rotation.of(weight), rotation.of(rotation.of(hessian).T)
         solver = ErrorFeedback(SOLVERS[self.method.inner], act_order=self.method.act_order)
-        self.solution.weights[name] = solver.solve(weight, statistics.hessian, target.weight_format)
+        self.solution.weights[name] = solver.solve(weight, hessian, target.weight_format)
         self.freed.add(SOLVING * statistics.hessian.numel() + ROUNDING * weight.numel())
 
 

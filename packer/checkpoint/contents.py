@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from tilewright.kernels.formats import WeightFormat
+from tilewright.kernels.rotation import Rotation
 from tilewright.kernels.tensors import QTensor
 
 
@@ -23,6 +24,7 @@ class LogicalTensor:
             values in fp32.
         encoding: Name of the encoding of a quantized weight that fits no format, such as "per-tensor FP8".
         sources: Stored tensors that it lies in, for messages and for giving mapped pages back.
+        rotation: What its columns were multiplied by before its codes were made; None: nothing.
     """
 
     name: str
@@ -31,11 +33,15 @@ class LogicalTensor:
     read: Callable[[], QTensor | torch.Tensor]
     encoding: str = ""
     sources: tuple[str, ...] = ()
+    rotation: Rotation | None = None
 
     def values(self) -> torch.Tensor:
-        """The numbers that it stands for, fp32."""
+        """The numbers that it stands for, fp32; those of a weight whose input is rotated, as without a rotation."""
         stored = self.read()
-        return stored.dequantize() if isinstance(stored, QTensor) else stored.to(torch.float32)
+        if not isinstance(stored, QTensor):
+            return stored.to(torch.float32)
+        values = stored.dequantize()
+        return self.rotation.of(values) if self.rotation else values
 
 
 @dataclass(frozen=True)

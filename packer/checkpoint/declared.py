@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from tilewright.kernels.errors import quoted
+from tilewright.kernels.rotation import Rotation
 from tilewright.kernels.tensors import Reject
 
 
@@ -138,6 +139,7 @@ class DeclaredNumbers:
         by_activation: Columns were grouped in the order of activations (`g_idx`, `weight_g_idx`).
         packing: How codes lie, in the words of the format: "pack-quantized", "gptq_v2", "gemm".
         scale_dtype: Stated type of the scales; empty where it is not stated.
+        rotations: What its columns were multiplied by before they were quantized.
     """
 
     kind: str
@@ -147,6 +149,7 @@ class DeclaredNumbers:
     by_activation: bool = False
     packing: str = ""
     scale_dtype: str = ""
+    rotations: tuple[Rotation, ...] = ()
 
 
 Declared = Callable[[str], DeclaredNumbers | None]

@@ -13,7 +13,7 @@ from tilewright.kernels.tensors import Reject, TensorSpec
 from ..families import family_of
 from ..families.experts import ExpertSpellings
 from .declared import Declared, Fields, QuantMethod, UnreadConfigError, quantization_config
-from .encoding import ACTIVATION_SUFFIXES, Encoding, StoredWeight, TensorGroup
+from .encoding import ACTIVATION_SUFFIXES, Encoding, RotatedDecoder, StoredWeight, TensorGroup
 from .encodings import ENCODINGS
 
 WAY_OUT = "dequantize the checkpoint with the tool that wrote it"
@@ -103,7 +103,7 @@ def _claim(group: TensorGroup, inventory: Inventory) -> None:
     found: StoredWeight | Reject | None = None
     for encoding in ENCODINGS.values():
         if found := encoding.detect(group):
-            found = _unknown_partner(found, group, encoding) or found
+            found = _rotated(_unknown_partner(found, group, encoding) or found, group)
             break
     if isinstance(found, Reject):
         inventory.rejects.append(found)
@@ -122,6 +122,25 @@ def _claim(group: TensorGroup, inventory: Inventory) -> None:
         inventory.rejects.append(group.reject(reason, suffix=first))
     else:
         inventory.loose.extend(group.names.values())
+
+
+def _rotated(found: StoredWeight | Reject, group: TensorGroup) -> StoredWeight | Reject:
+    """The weight, with the rotation that the config says it was quantized under."""
+    rotations = group.declared.rotations if group.declared else ()
+    if not rotations or isinstance(found, Reject):
+        return found
+    rotation = rotations[0]
+    if len(rotations) > 1 or not found.quantized:
+        what = "has more than one rotation" if len(rotations) > 1 else f"is {found.encoding} and rotated by {rotation}"
+        return group.reject(f"{what} by `transform_config`, which is not read", WAY_OUT, suffix=_first(found, group))
+    if found.shape[-1] % rotation.block:
+        return group.reject(f"has {found.shape[-1]} columns, which its rotation {rotation} does not divide")
+    encoding = f"{found.encoding}, input rotated by {rotation}"
+    return replace(found, encoding=encoding, decoder=RotatedDecoder(found.decoder, rotation), rotation=rotation)
+
+
+def _first(found: StoredWeight, group: TensorGroup) -> str:
+    return _suffixes_of(found, group)[0]
 
 
 def _unknown_partner(found: StoredWeight | Reject, group: TensorGroup, encoding: Encoding) -> Reject | None:

@@ -14,6 +14,7 @@ import torch
 
 from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.ops.convert import all_finite
+from tilewright.kernels.rotation import Rotation
 from tilewright.kernels.tensors import QTensor, Reject, TensorSpec
 
 from .declared import DeclaredNumbers, QuantMethod
@@ -74,6 +75,36 @@ class TransposedDecoder(Decoder):
 
 
 @dataclass(frozen=True)
+class RotatedDecoder(Decoder):
+    """Reads a matrix whose columns were rotated before they were stored.
+
+    Attributes:
+        inner: Reads it as it is stored.
+        rotation: What its columns were multiplied by.
+    """
+
+    inner: Decoder
+    rotation: Rotation
+
+    def rows(self, tensors: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:
+        """See `Decoder.rows`; without the rotation, whose inverse is itself."""
+        return self.rotation.of(self.inner.rows(tensors, rows))
+
+    def raw(self, tensors: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:
+        """See `Decoder.raw`."""
+        return self.inner.raw(tensors, rows)
+
+    def codes(self, tensors: Sequence[torch.Tensor], fmt: WeightFormat) -> QTensor | None:
+        """See `Decoder.codes`; as they are stored."""
+        return self.inner.codes(tensors, fmt)
+
+    def transposed(self) -> Decoder | None:
+        """See `Decoder.transposed`."""
+        inner = self.inner.transposed()
+        return None if inner is None else RotatedDecoder(inner, self.rotation)
+
+
+@dataclass(frozen=True)
 class StoredWeight:
     """One matrix `[N, K]`, or stack of matrices `[E, A, B]`, as the source stores it.
 
@@ -90,6 +121,8 @@ class StoredWeight:
         requantized: It has zero points or scales that outputs in `stored_format` do not: quantizing to it rounds anew.
         bare: The weight has no `.weight` at its end.
         per_expert: Of a stack, whether each tensor has a slice for each expert; one that has none serves them all.
+        rotation: What its columns were multiplied by before they were quantized: `decoder` gives the values that they
+            had before, and the codes as they are; None: nothing.
     """
 
     module: str
@@ -104,6 +137,11 @@ class StoredWeight:
     requantized: bool = False
     bare: bool = False
     per_expert: tuple[bool, ...] = ()
+    rotation: Rotation | None = None
+
+    def holds(self, fmt: str, rotation: Rotation | None) -> bool:
+        """Whether it has the numbers of this format with inputs rotated so, to be taken over as they are."""
+        return fmt == self.stored_format and rotation == self.rotation and not self.requantized
 
     @property
     def few_bits(self) -> bool:

@@ -109,7 +109,13 @@ def _matrix(checkpoint: Checkpoint, matrix: Matrix) -> LogicalTensor:
     encoding = matrix.stored.encoding if quantized and fmt is None else ""
     names = tuple(source.name for source in matrix.sources)
     return LogicalTensor(
-        f"{matrix.module}.weight", matrix.shape, fmt, partial(_read_matrix, checkpoint, matrix), encoding, names
+        f"{matrix.module}.weight",
+        matrix.shape,
+        fmt,
+        partial(_read_matrix, checkpoint, matrix),
+        encoding,
+        names,
+        matrix.stored.rotation if fmt else None,  # other encodings are read as values, without it
     )
 
 
@@ -186,7 +192,8 @@ def _packed_module(packed: _Packed) -> Iterator[LogicalTensor]:
         for part, (template, rows) in enumerate(zip(spec.sources or (packed.name,), spec.source_rows, strict=True)):
             name = template.format(None if expert is None else expert + spec.first_expert)
             read = partial(packed.part, expert, part)
-            yield LogicalTensor(f"{name}.weight", (rows, spec.shape[-1]), spec.format, read, sources=packed.names)
+            shape = (rows, spec.shape[-1])
+            yield LogicalTensor(f"{name}.weight", shape, spec.format, read, "", packed.names, spec.rotation)
             if spec.bias_dtype is not None:
                 yield LogicalTensor(
                     f"{name}.bias", (rows,), None, partial(packed.bias, expert, part), sources=packed.names

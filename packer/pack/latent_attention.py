@@ -94,6 +94,8 @@ class AbsorbStep(Step):
     def run(self, sources: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The packed tensors by name."""
         q = self.rank_slice.take(read_codes(self.matrix, sources, self.source))
+        if rotation := self.matrix.stored.rotation:  # nothing rotates what these two are multiplied by
+            q = QTensor(BF16, rotation.of(q.dequantize()).to(torch.bfloat16))
         keys, values = split_heads(q, self.heads)
         named = {f"{self.prefix}.w_kc.{suffix}": tensor for suffix, tensor in self.layout.pack(keys).items()}
         return named | {f"{self.prefix}.w_vc.{suffix}": tensor for suffix, tensor in self.layout.pack(values).items()}

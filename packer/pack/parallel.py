@@ -82,7 +82,8 @@ def _why_not(weight: StoredWeight, size: int, kv_heads: Any, axes: ParallelAxes)
     if name in axes.rows:
         return _why_not_divided(weight, n, size, fmt.block_n if fmt else 1, "rows")
     if name in axes.columns:
-        return _why_not_divided(weight, k, size, (fmt.block_k or 1) if fmt else 1, "columns")
+        rotated = weight.rotation.block if weight.rotation else 1
+        return _why_not_divided(weight, k, size, max(fmt.block_k, rotated, 1) if fmt else 1, "columns")
     return None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from tilewright import __version__
-from tilewright.kernels.formats import FORMATS, WeightFormat
+from tilewright.kernels.formats import BF16, FORMATS, WeightFormat
 from tilewright.kernels.layouts.base import Layout
 from tilewright.kernels.model_names import KV_B
 from tilewright.kernels.packed.module_spec import PACKED_VERSION, QUANT_METHOD, Gating, ModuleSpec, RankSharding
@@ -230,7 +230,7 @@ class _Planner:
         if weight.module not in self.modules or isinstance(heads, Reject) or not isinstance(fmt, WeightFormat):
             return
         prefix = weight.module.removesuffix(f".{KV_B}")
-        made = heads.format(fmt)
+        made = heads.format(BF16 if weight.stored.rotation else fmt)
         layout = self.target.layout("linear", made, heads.shapes()["w_kc"], 1)
         if layout is None or isinstance(layout, Reject):
             self.rejects.append(layout or Reject(prefix, f"no layout of {self.target.id} holds w_kc and w_vc"))
@@ -315,7 +315,8 @@ class _Planner:
         first = group.experts[0][0]
         rank_slice = rank_slice_of(first.module.rpartition(".")[2], self.sharding, self._axes, group.stacked)
         n, k = first.shape
-        if reason := rank_slice.why_not(fmt, n, k):
+        rotated = self.target.why_not_rotated(first.stored.rotation, fmt, k // rank_slice.columns[1])
+        if reason := rank_slice.why_not(fmt, n, k) or rotated:
             self.rejects.append(Reject(first.module, reason))
             return group
         if len(group.experts) % rank_slice.experts[1]:
@@ -352,6 +353,7 @@ class _Planner:
             group.numbers.start,
             group.whole if group.whole != group.shape else (),
             group.joined,
+            rotation=first.stored.rotation,
             gating=self._gating if group.stacked and group.parts > 1 else None,
         )
         self.modules[group.name] = spec

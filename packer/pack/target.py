@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.layouts.base import Layout
+from tilewright.kernels.rotation import Rotation
 from tilewright.kernels.tensors import Reject, TensorSpec
 
 from ..checkpoint.matrices import Matrix
@@ -29,6 +30,7 @@ class PackTarget(ABC):
         reduces_scales: Whether static activation scales of a layer's experts are also stored as one.
         absorbs: Whether `kv_b_proj` of latent attention is also split into `w_kc` and `w_vc`.
         joins: Whether Linears of the same input are packed as one.
+        rotates: Whether its kernels rotate inputs.
     """
 
     preferred: str | None = None
@@ -37,10 +39,20 @@ class PackTarget(ABC):
     reduces_scales: bool = False
     absorbs: bool = False
     joins: bool = False
+    rotates: bool = False
 
     @abstractmethod
     def layout(self, role: Role, fmt: WeightFormat, shape: tuple[int, ...], parts: int) -> Layout | Reject | None:
         """The layout of a weight; a reject if it cannot be packed; None if this target leaves it as it is."""
+
+    def why_not_rotated(self, rotation: Rotation | None, fmt: WeightFormat, k: int) -> str | None:
+        """Why K columns of this format cannot be packed with this rotation of their input, or None if they can."""
+        if rotation is None:
+            return None
+        if not self.rotates:
+            return f"its input is rotated by {rotation}, which no {self.id} kernel does"
+        reject = rotation.why_not(fmt, k)
+        return reject.reason if reject else None
 
     def record(self) -> str:
         """What manifest and plan hash say of this target.
@@ -63,6 +75,7 @@ class CpuTarget(PackTarget):
     id: str = "cpu"
     roles: tuple[Role, ...] = ("linear", "expert", "head", "shared-gate", "mtp-projection")
     joins: bool = True
+    rotates: bool = True
 
     def layout(self, role: Role, fmt: WeightFormat, shape: tuple[int, ...], parts: int) -> Layout | Reject | None:
         """The preferred layout where it accepts the weight, else the first CPU layout that does."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from tilewright.kernels.rotation import KIND
+
+from ..families.config import HEAD_SIZE
 from .inputs import QuantConfigInputs
 
 
@@ -18,7 +21,7 @@ def _block(
 ) -> dict[str, Any]:
     """The block; "Linear" as the only target and a global format, as SGLang's detection wants it."""
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "output_activations": None}
-    return {
+    block = {
         "quant_method": "compressed-tensors",
         "format": layout,
         "quantization_status": "compressed",
@@ -27,6 +30,33 @@ def _block(
         "ignore": list(output.unquantized),
         "config_groups": {"group_0": group},
     }
+    return block | ({"transform_config": _transforms(output)} if output.rotated else {})
+
+
+def _transforms(output: QuantConfigInputs) -> dict[str, Any]:
+    """Which inputs are rotated by what: `input` is for engines, `weight_input` says what was done to the weights.
+
+    Most modules have one rotation, which names the class of all and what is not meant; others name their modules.
+    """
+    rotated = {rotation: modules for rotation, modules in output.rotated.items() if rotation}
+    most = max(rotated, key=lambda rotation: len(rotated[rotation]))
+    apart = [module for rotation, modules in output.rotated.items() if rotation != most for module in modules]
+    ignored = list(dict.fromkeys((*output.unquantized, *apart)))
+    groups = {}
+    for rotation, modules in rotated.items():
+        of_all = rotation == most
+        where = {"targets": ["Linear"] if of_all else [*modules], "ignore": ignored if of_all else []}
+        groups[str(rotation)] = {
+            "type": KIND,
+            HEAD_SIZE: rotation.block,  # the format calls every block so
+            "randomize": False,
+            "requires_grad": False,
+            "apply": [
+                {**where, "location": "input", "inverse": False},
+                {**where, "location": "weight_input", "inverse": True},
+            ],
+        }
+    return {"config_groups": groups}
 
 
 def write_block_fp8(output: QuantConfigInputs) -> dict[str, Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from tilewright.kernels.rotation import Rotation
 
 
 @dataclass(frozen=True)
@@ -12,7 +15,10 @@ class QuantConfigInputs:
     Attributes:
         unquantized: Paths of the modules whose matrices are not quantized, in the form that engines read.
         group: int4 group size.
+        rotated: Rotation -> paths of the modules whose input it rotates, in that form; None -> further modules whose
+            input nothing rotates. Empty where no input is rotated.
     """
 
     unquantized: tuple[str, ...]
     group: int
+    rotated: Mapping[Rotation | None, Sequence[str]] = field(default_factory=dict)

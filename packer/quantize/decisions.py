@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from tilewright.kernels.rotation import Rotation
 from tilewright.kernels.tensors import Reject, TensorSpec
 
 from ..checkpoint import Inventory
@@ -213,6 +214,7 @@ class Decider:
         if target is not None:
             refused = target.checkpoint_layout.accepts(target.weight_format, shape)
             if refused is None:
+                target = replace(target, rotation=Rotation.named(self.options.rotate_inputs, shape[1]))
                 return target, self._describe(weight, target)
             reason = refused.reason
         if weight.quantized:
@@ -221,7 +223,8 @@ class Decider:
         return None, reason
 
     def _describe(self, weight: StoredWeight, target: StorageSpec) -> str:
-        if target.format == weight.stored_format and not weight.requantized:
+        rotated = f", input rotated by {target.rotation}" if target.rotation else ""
+        if weight.holds(target.format, target.rotation):
             return f"{weight.encoding} -> {target.format}, codes as they are"
         if weight.few_bits and target.weight_format.is_coarse:
             kind = weight.encoding.split()[0]
@@ -231,7 +234,7 @@ class Decider:
             )
             if note not in self.notes:
                 self.notes.append(note)
-        return f"{weight.encoding} -> {target.format}"
+        return f"{weight.encoding} -> {target.format}{rotated}"
 
     def _stack(self, matrices: Sequence[Matrix]) -> list[Decision]:
         """One decision per expert of a stack."""

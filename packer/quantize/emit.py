@@ -67,7 +67,11 @@ class Emitter:
             parts=decision.parts,
             solver=self.solver,
             k=decision.matrices[0].shape[1],
-            stored_format="" if weight.requantized else weight.stored_format,
+            kept=tuple(
+                part.module
+                for part in decision.parts
+                if part.target and weight.holds(part.target.format, part.target.rotation)
+            ),
             device=self.device,
         )
         outputs: dict[str, TensorSpec] = {}

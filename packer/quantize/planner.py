@@ -19,6 +19,7 @@ from .decisions import Decider, Decision
 from .emit import Emitter
 from .model_config import check_head, output_config
 from .options import QuantizeOptions
+from .rotations import rotated_modules, rotation_advice
 from .unquantized import foreign_weights, fused_groups_apart, group_advice, read_elsewhere, unquantized_modules
 
 STALE_FILES = (*QUANTIZATION_FILES, "quant_cfg.json")  # describe the source's quantization
@@ -53,9 +54,11 @@ def plan_quantize(checkpoint: Checkpoint, options: QuantizeOptions, device: str 
     emitter = Emitter(specs, chosen["solver"], decider.naming, device)
     emitter.emit(decisions)
     unquantized = tuple(unquantized_modules(decisions, specs, checkpoint_format, decider.naming))
-    block = checkpoint_format.config(QuantConfigInputs(unquantized, chosen["group_size"]))
+    rotated = rotated_modules(decisions)
+    block = checkpoint_format.config(QuantConfigInputs(unquantized, chosen["group_size"], rotated))
     quantized = [(part.module, decision.role == "expert") for decision in decisions for part in decision.quantized]
     notes = [*decider.notes, *fused_groups_apart(decisions, family), *foreign_weights(decisions, checkpoint_format)]
+    notes += rotation_advice(decisions)
     notes += group_advice(decisions, SCHEMES[options.scheme].groups, chosen["group_size"])
     coverage = coverage_of(decisions, specs)
     notes += [*unknown_model(checkpoint.config), *coverage.notes(), *read_elsewhere(decisions, family)]

@@ -115,7 +115,7 @@ class QuantizeStep(Step):
         parts: The output matrices.
         solver: Id of the solver.
         k: Columns of the matrix.
-        stored_format: Id of the weight format that the source already has, whose codes are taken over as they are.
+        kept: Modules of the parts that the source already has in their format, whose codes are taken over as they are.
         device: Where the arithmetic is done.
     """
 
@@ -123,7 +123,7 @@ class QuantizeStep(Step):
     parts: tuple[Part, ...]
     solver: str
     k: int
-    stored_format: str = ""
+    kept: tuple[str, ...] = ()
     device: str = "cpu"
 
     def run(self, sources: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -148,7 +148,7 @@ class QuantizeStep(Step):
     def work(self) -> Iterable[Work]:
         """See `Step.work`: what is quantized; codes that are taken over and rows that are kept cost nothing here."""
         for part in self.parts:
-            if part.target is not None and part.target.format != self.stored_format:
+            if part.target is not None and part.module not in self.kept:
                 kind = (part.target.format, self.solver, self.device)
                 yield Work(kind, part.count * self.k, partial(self._try, part.target))
 
@@ -165,12 +165,13 @@ class QuantizeStep(Step):
     def solve(self, sources: Sequence[torch.Tensor], part: Part, target: StorageSpec) -> QTensor:
         """Codes and scales of a part."""
         fmt = target.weight_format
-        if fmt.id == self.stored_format and (kept := _keep(self.decoder.codes(sources, fmt), part.rows)):
+        if part.module in self.kept and (kept := _keep(self.decoder.codes(sources, fmt), part.rows)):
             return kept
         first, _, step = part.rows
 
         def read(start: int, stop: int) -> torch.Tensor:
-            return self.decoder.rows(sources, slice(first + start * step, first + stop * step, step))
+            rows = self.decoder.rows(sources, slice(first + start * step, first + stop * step, step))
+            return target.rotation.of(rows) if target.rotation else rows
 
         try:
             solver = SOLVERS[self.solver]

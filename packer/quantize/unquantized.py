@@ -54,7 +54,7 @@ def _as_engines_expect(decision: Decision, checkpoint_format: CheckpointFormat) 
         return False
     suffixes = {name.rpartition(".")[2] for name in weight.tensors}
     made = target.checkpoint_layout.specs(target.weight_format, weight.shape[-2:])
-    return target.format == weight.stored_format and suffixes <= set(made)
+    return target.format == weight.stored_format and not weight.rotation and suffixes <= set(made)
 
 
 def group_advice(decisions: Sequence[Decision], groups: Sequence[int], group: int) -> list[str]:

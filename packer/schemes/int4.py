@@ -10,7 +10,9 @@ GROUPS = StorageSpec("int4", "pack-quantized")
 
 INT4 = Scheme(
     id="int4",
-    checkpoint_formats={"compressed-tensors": CheckpointFormat(GROUPS, GROUPS, compressed_tensors.write_int4)},
+    checkpoint_formats={
+        "compressed-tensors": CheckpointFormat(GROUPS, GROUPS, compressed_tensors.write_int4, rotates=True)
+    },
     solver="mse",
     groups=(128, 64, 32),
 )

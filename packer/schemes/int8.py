@@ -12,6 +12,6 @@ INT8 = Scheme(
     id="int8",
     checkpoint_formats={
         "native": CheckpointFormat(CHANNEL, CHANNEL, w8a8_int8.write),
-        "compressed-tensors": CheckpointFormat(CHANNEL, CHANNEL, compressed_tensors.write_int8),
+        "compressed-tensors": CheckpointFormat(CHANNEL, CHANNEL, compressed_tensors.write_int8, rotates=True),
     },
 )

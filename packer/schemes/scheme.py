@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from tilewright.kernels.formats import BF16, FORMATS, INT4_BY_GROUP, WeightFormat
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.layouts.base import Layout
+from tilewright.kernels.rotation import Rotation
 from tilewright.packer.families.roles import Role
 from tilewright.packer.quant_config.inputs import QuantConfigInputs
 
@@ -20,10 +21,12 @@ class StorageSpec:
     Attributes:
         format: Id of the weight format; "int4" is completed by the group size.
         layout: Id of the checkpoint layout.
+        rotation: What its columns, and at run time its input, are multiplied by; None: nothing.
     """
 
     format: str
     layout: str
+    rotation: Rotation | None = None
 
     def with_group(self, group: int) -> StorageSpec:
         """The target for int4 groups of this size."""
@@ -65,6 +68,7 @@ class CheckpointFormat:
         config: Writes the quantization_config block.
         ignores_exclusions: Engines read no list of unquantized modules: every Linear has to be quantized.
         input_scale: Engines want a static activation scale tensor for each expert.
+        rotates: Its config can say that the input of a weight is rotated, and there are kernels that rotate it.
         extra_files: Writes further files for further engines.
     """
 
@@ -73,10 +77,11 @@ class CheckpointFormat:
     config: ConfigWriter
     ignores_exclusions: bool = False
     input_scale: bool = False
+    rotates: bool = False
     extra_files: Callable[[Iterable[tuple[str, bool]]], dict[str, bytes]] | None = None
 
     def target(self, role: Role, group: int) -> StorageSpec | None:
-        """What a weight of this role gets."""
+        """What a weight of this role gets, but for rotations."""
         target = self.expert if role == "expert" else self.linear
         return target.with_group(group) if target else None
 

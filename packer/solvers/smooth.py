@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from tilewright.kernels.formats import WeightFormat
+from tilewright.kernels.rotation import Rotation
 from tilewright.kernels.tensors import QTensor
 
 from ..malloc_trim import FreedMemory
@@ -31,16 +32,24 @@ class Reader:
     Attributes:
         weight: fp32 [N, K].
         format: Its weight format.
+        rotation: What its columns are multiplied by before they are rounded; None: nothing.
     """
 
     weight: torch.Tensor
     format: WeightFormat
+    rotation: Rotation | None = None
 
     def quantized(self, factors: torch.Tensor, solver: Solver) -> QTensor:
-        """The weight with its columns multiplied by `factors` [K], quantized."""
+        """The weight with its columns multiplied by `factors` [K], rotated and quantized."""
         scaled = self.weight * factors
+        scaled = self.rotation.of(scaled) if self.rotation else scaled
         scales = solver.scales(scaled, block_amax(scaled, self.format), self.format)
         return QTensor(self.format, encode(scaled, scales, self.format), scales)
+
+    def rounded(self, factors: torch.Tensor, solver: Solver) -> torch.Tensor:
+        """What that stands for, fp32 [N, K], without rotation and factors."""
+        values = self.quantized(factors, solver).dequantize()
+        return (self.rotation.of(values) if self.rotation else values) / factors
 
 
 def channel_exponents(readers: Sequence[Reader], hessian: torch.Tensor, solver: Solver) -> torch.Tensor:
@@ -77,7 +86,7 @@ def _output_error(
     factors = torch.exp2(exponents.to(torch.float32))
     total = 0.0
     for reader in readers:
-        change = reader.quantized(factors, solver).dequantize() / factors - reader.weight
+        change = reader.rounded(factors, solver) - reader.weight
         total += float(((change @ hessian) * change).sum(dtype=torch.float64))
         freed.add(TEMPORARIES * reader.weight.nbytes)
     return total

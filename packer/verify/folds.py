@@ -41,7 +41,7 @@ def follow_folds(reference: Contents, candidate: Contents, model_type: str) -> C
         moved[name] = replace(weight, read=partial(_scaled, weight, 1 / factors))
         for other, reader in reference.weights.items():
             if other.startswith(f"{layer[1]}.") and reads(other.removesuffix(".weight"), fold):
-                moved[other] = replace(reader, format=None, read=partial(_scaled, reader, factors))
+                moved[other] = replace(reader, format=None, rotation=None, read=partial(_scaled, reader, factors))
     return replace(reference, weights={**reference.weights, **moved}) if moved else reference
 
 
@@ -56,5 +56,5 @@ def _scaled(weight: LogicalTensor, factors: torch.Tensor) -> torch.Tensor:
     """The weight with its columns multiplied, in the type that it is stored in if that is a plain one."""
     stored = weight.read()
     if isinstance(stored, QTensor):
-        return stored.dequantize() * factors
+        return weight.values() * factors
     return (stored.to(torch.float32) * factors).to(stored.dtype)

@@ -119,7 +119,7 @@ class _Float:
         self._bias = torch.zeros(shape[-2]) if bias is None else bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.module.kernel.sees(x.to(torch.float32)) @ self._values.T + self._bias
+        return self.module.sees(x.to(torch.float32)) @ self._values.T + self._bias
 
 
 def _activations(rows: int, k: int, generator: torch.Generator) -> torch.Tensor:

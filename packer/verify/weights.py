@@ -129,17 +129,25 @@ def compare_weight(
     if isinstance(stored, torch.Tensor):
         return _compare_kept(source, stored), None
     fmt = stored.format
-    exact = source.format is not None and source.format.id == fmt.id
+    exact = source.format is not None and source.format.id == fmt.id and source.rotation == found.rotation
     original = source.read()
-    if isinstance(original, QTensor):
-        same = exact and _equal_codes(original, stored)
-        error = EQUAL if same else coded_error(original.dequantize(), stored, exact=exact, feedback=feedback)
+    if isinstance(original, QTensor) and exact and _equal_codes(original, stored):
+        error = EQUAL
     else:
-        error = coded_error(original, stored, exact=exact, feedback=feedback)
+        error = coded_error(_rotated(source, original, found), stored, exact=exact, feedback=feedback)
     above = not error.relative <= max_relative if max_relative is not None else not error.sound
     status: Status = "above the bound" if above else "equal" if error.relative == 0 else "ok"
     note = _explain(error, exact, max_relative) if above else ""
     return TensorResult(source.name, status, source.shape, fmt.id, error, note), stored
+
+
+def _rotated(source: LogicalTensor, original: QTensor | torch.Tensor, found: LogicalTensor) -> torch.Tensor:
+    """Values of the reference, as `original` gives them, under the rotation of the candidate."""
+    values = original.dequantize() if isinstance(original, QTensor) else original
+    if source.rotation == found.rotation:
+        return values
+    values = source.rotation.of(values) if source.rotation else values
+    return found.rotation.of(values) if found.rotation else values
 
 
 def _equal_codes(one: QTensor, other: QTensor) -> bool:
@@ -172,7 +180,7 @@ def _compare_kept(source: LogicalTensor, stored: torch.Tensor) -> TensorResult:
     original = source.read()
     if isinstance(original, QTensor):
         # a quantized source that was left out of quantization again: its values, rounded once to the stored type
-        same = torch.equal(original.dequantize().to(stored.dtype), stored)
+        same = torch.equal(source.values().to(stored.dtype), stored)
         note = "" if same else "not the dequantized values of the reference"
     elif original.dtype != stored.dtype:
         same, note = False, f"dtype {stored.dtype}, the reference has {original.dtype}"

@@ -11,14 +11,7 @@ from typing import Any
 import torch
 
 from .. import ops
-from ..ops.reference import quantize_rows
 from ..registry import Registry
-
-
-def as_int8(x: torch.Tensor) -> torch.Tensor:
-    """Rows of fp32 [M, K] as int8 operators see them: rounded to 255 values each."""
-    codes, scales = quantize_rows(x)
-    return codes.to(torch.float32) * scales
 
 
 @dataclass(frozen=True)
@@ -32,7 +25,6 @@ class LinearKernel:
         op: The operator: (x [.., K], *tensors, N, bias fp32 [N] or None) -> [.., N] in the dtype of x.
         source: Where to find the operator if it is imported only when a module is built for it: "module:name".
         experts_source: Where to find the class of routed experts whose stacks are in this layout.
-        sees: What it takes its activations for, fp32 of fp32 [M, K]: 16-bit ones as they are by default.
         quantizes: Whether it rounds activations to int8, scaled and rotated as its options `activation_group` and
             `rotation` say.
         scale: Suffix of its scales; "" if it has none. A field, because Dynamo cannot trace a cached property.
@@ -42,7 +34,6 @@ class LinearKernel:
     device: str
     suffixes: tuple[str, ...]
     op: Callable[..., torch.Tensor]
-    sees: Callable[[torch.Tensor], torch.Tensor] = torch.clone
     source: str = ""
     experts_source: str = "modules.experts:PackedExperts"
     quantizes: bool = False
@@ -92,14 +83,13 @@ LINEAR_KERNELS: Registry[LinearKernel] = Registry(
     "linear kernel for layout",
     (
         LinearKernel("cpu-vnni-bf16", "cpu", ("weight",), ops.linear_bf16),
-        LinearKernel("cpu-vnni-int8", "cpu", ("weight", "weight_scale"), ops.linear_int8, as_int8, quantizes=True),
+        LinearKernel("cpu-vnni-int8", "cpu", ("weight", "weight_scale"), ops.linear_int8, quantizes=True),
         LinearKernel("cpu-vnni-fp8", "cpu", ("weight", "weight_scale_inv"), ops.linear_fp8),
         LinearKernel(
             "cpu-vnni-int4",
             "cpu",
             ("weight", "weight_zero_point", "weight_scale"),
             ops.linear_int4,
-            as_int8,
             quantizes=True,
         ),
         LinearKernel(

@@ -9,6 +9,7 @@ from torch import nn
 
 from ..errors import KernelUnavailableError
 from ..layouts.base import check_tensors
+from ..ops.reference import quantize_rows
 from ..packed.module_spec import ModuleSpec
 from .linear_kernels import LINEAR_KERNELS, LinearKernel
 
@@ -81,6 +82,15 @@ class PackedWeight(nn.Module):
             return "as the operator takes them"
         scales = f"group of {self.activation_group}" if self.activation_group else "token"
         return f"int8 by {scales}" + (f", rotated in blocks of {self.rotation}" if self.rotation else "")
+
+    def sees(self, x: torch.Tensor) -> torch.Tensor:
+        """What its operator takes activations for, before it multiplies them by the weight: fp32 of fp32 [M, K]."""
+        if not self.kernel.quantizes:
+            return x.clone()
+        codes, scales = quantize_rows(x, self.activation_group, self.rotation)
+        if self.activation_group:
+            scales = scales.repeat_interleave(self.activation_group, 1)[:, : x.shape[1]]
+        return codes.to(torch.float32) * scales
 
     @property
     def operator(self) -> str:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from tilewright.kernels.rotation import KIND, Rotation
+
+from ...families.config import HEAD_SIZE
 from ..declared import Declared, DeclaredNumbers, Fields
 
 FORMATS = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
     *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "dense"),
 )
+EMBEDDING = "embed"
 CLASSES = re.compile(r"[A-Z]\w*$")  # targets that are classes of modules: Linear
 SCALE_DTYPES = ("torch.float8_e4m3fn", "torch.uint8", "torch.bfloat16", "torch.float16", "torch.float32")
 
@@ -32,7 +36,8 @@ class CompressedTensors:
             sparsity.choose("format", ("dense",), "dense")
             sparsity.skip("sparsity_structure", "targets", "ignore", "global_sparsity", "registry_requires_subclass")
             sparsity.close()
-        fields.absent("transform_config", "moe_sparsity_config")
+        fields.absent("moe_sparsity_config")
+        rotations = _rotations(fields.inner("transform_config"))
         ignored = fields.names("ignore")
         fields.skip(
             "global_compression_ratio", "kv_cache_scheme", "version", "packed_modules_mapping", "run_compressed"
@@ -50,7 +55,7 @@ class CompressedTensors:
         fields.close()
         if groups is None:  # nothing is said but how codes lie: shapes have to tell
             unsaid = DeclaredNumbers("", packing=form if form != "dense" else "")
-            return lambda module: None if _names(module, ignored) else unsaid
+            return rotated(lambda module: None if _names(module, ignored) else unsaid, rotations)
 
         def declared(module: str) -> DeclaredNumbers | None:
             if _names(module, ignored):
@@ -61,7 +66,76 @@ class CompressedTensors:
                         return numbers
             return None
 
-        return declared
+        return rotated(declared, rotations)
+
+
+@dataclass(frozen=True)
+class RotatedModules:
+    """Modules whose input one rotation is for.
+
+    Attributes:
+        rotation: The rotation.
+        targets: Their paths, or classes.
+        ignore: Paths of those of these classes that are not meant.
+    """
+
+    rotation: Rotation
+    targets: Sequence[str]
+    ignore: Sequence[str]
+
+    def has(self, module: str) -> bool:
+        """Whether the module is one of them; every module but embeddings may be of a class that is named."""
+        if _names(module, self.ignore):
+            return False
+        of_class = any(CLASSES.match(target) for target in self.targets) and EMBEDDING not in module
+        return of_class or _names(module, self.targets)
+
+
+def rotated(declared: Declared, rotations: Sequence[RotatedModules]) -> Declared:
+    """The same numbers, with the rotations that are for a module; of one without numbers, these alone."""
+
+    def with_rotations(module: str) -> DeclaredNumbers | None:
+        numbers, mine = declared(module), tuple(found.rotation for found in rotations if found.has(module))
+        return replace(numbers or DeclaredNumbers(""), rotations=mine) if mine else numbers
+
+    return with_rotations if rotations else declared
+
+
+def _rotations(fields: Fields | None) -> list[RotatedModules]:
+    """The groups of a `transform_config` that rotates inputs by Hadamard blocks, and weights by their inverse."""
+    groups = fields.inner("config_groups") if fields else None
+    if fields is None or groups is None:
+        return []
+    fields.close()
+    found = []
+    for key in groups.remaining():
+        group = groups.inner(key)
+        if group is None or group.choose("type", (KIND,)) is None:
+            raise groups.fail(key, "names no type of transform")
+        group.absent("randomize")
+        group.skip("requires_grad", "precision")
+        try:
+            rotation = Rotation.from_json({"kind": KIND, "block": group.take(HEAD_SIZE)})
+        except ValueError as error:
+            raise group.fail(HEAD_SIZE, f"is not read: {error}") from None
+        where: dict[str, tuple[list[str], list[str]]] = {}
+        steps = group.take("apply")
+        for number, step in enumerate(steps if isinstance(steps, list) else [None]):
+            name = f"apply[{number}]"
+            if not isinstance(step, Mapping):
+                raise group.fail("apply", "is no list of objects")
+            one = Fields(step, group.name(name))
+            location = one.choose("location", ("input", "weight_input"))
+            if location is None or location in where:
+                raise group.fail(name, "names no location, or one twice")
+            where[location] = one.names("targets"), one.names("ignore")
+            one.skip("inverse")  # the matrix is its own inverse
+            one.close()
+        if "input" not in where or len({str(modules) for modules in where.values()}) > 1:
+            raise group.fail("apply", "does not rotate the inputs of those modules whose weights it rotates")
+        group.close()
+        found.append(RotatedModules(rotation, *where["input"]))
+    return found
 
 
 def _names(module: str, entries: Sequence[str]) -> bool:
