@@ -40,11 +40,15 @@ test: check
 test-fast: check
 	$(PYTEST) -m "not slow"
 # The packed models served by the real vLLM, in an environment of its own (3.4 GB): most kinds, or every combination.
+# The second step takes out what belongs to other builds of torch than this one.
 .venv-vllm/.installed: Makefile
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		"$(VLLM_TORCH)" "$(VLLM)" "scikit-build-core>=0.11" "cmake>=3.25" ninja pytest==9.2.0 hypothesis==6.170.17
-	.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec # of other builds of torch than this one
+		"$(VLLM_TORCH)" "$(VLLM)" "scikit-build-core>=0.11" "cmake>=3.25" ninja pytest==9.2.0 hypothesis==6.170.17 \
+		|| { echo "test-vllm: $(VLLM) beside $(VLLM_TORCH) cannot be installed here, so nothing was tested; pip says" \
+		"why above. An index that has both: make test-vllm TORCH_INDEX=..." >&2; exit 1; }
+	.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	.venv-vllm/bin/python -c "import vllm" || { echo "test-vllm: the vLLM in .venv-vllm cannot be imported" >&2; exit 1; }
 	@touch $@
 .venv-vllm/.built: .venv-vllm/.installed pyproject.toml CMakeLists.txt $(wildcard kernels/csrc/* kernels/csrc/*/* kernels/csrc/*/*/*)
 	.venv-vllm/bin/pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .

@@ -21,7 +21,8 @@ from tilewright.kernels.packed.directory import PackedCheckpoint
 from tilewright.kernels.packed.module_spec import QUANT_METHOD
 
 from .experts import PackedExpertsMethod
-from .linear import PackedLinearMethod, PlainEmbeddingMethod, PlainLinearMethod
+from .head import PackedHeadMethod, PlainEmbeddingMethod
+from .linear import PackedLinearMethod, PlainLinearMethod
 from .rank import open_rank
 from .version import check
 
@@ -112,6 +113,8 @@ class TilewrightConfig(QuantizationConfig):
             return None
         if parts := self._parts(packed, prefix):
             modules = self._take(packed, parts)
+            if isinstance(layer, ParallelLMHead):
+                return PackedHeadMethod(modules)
             kind = PlainLinearMethod if prefix.rpartition(".")[2] in COMPUTED_WITH else PackedLinearMethod
             return kind(modules)
         return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.linear import LinearMethodBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
 from tilewright.kernels.errors import CheckpointError
 from tilewright.kernels.modules import PackedLinear, PackedWeight
@@ -35,8 +34,6 @@ class PackedLinearMethod(LinearMethodBase):
         """
         found = [sum(module.out_features for module in self.modules), self.modules[0].in_features]
         wanted = [sum(output_partition_sizes), input_size_per_partition]
-        if isinstance(layer, ParallelLMHead):  # vLLM pads the vocabulary, and cuts the padding off the logits
-            wanted[0] = min(wanted[0], max(found[0], layer.org_vocab_size))
         if found != wanted:
             name = getattr(layer, "prefix", type(layer).__name__)
             raise CheckpointError(f"{name}: is packed as {found}, vLLM's layer is {wanted}")
@@ -64,10 +61,6 @@ class PackedLinearMethod(LinearMethodBase):
             return self.modules[0](x)  # type: ignore[no-any-return]
         return torch.cat([module(x) for module in self.modules], -1)
 
-    def tie_weights(self, layer: nn.Module, embed_tokens: nn.Module) -> nn.Module:
-        """A tied head is packed apart from the embedding, so there is nothing to share."""
-        return layer
-
 
 class PlainLinearMethod(UnquantizedLinearMethod):
     """Hands packed Linears over as a plain weight, for layers whose matrix vLLM itself computes with.
@@ -86,25 +79,6 @@ class PlainLinearMethod(UnquantizedLinearMethod):
         """Fill the layer's weight [N, K]."""
         weight = torch.cat([dequantized(module).to(params_dtype) for module in self.modules])
         layer.register_parameter("weight", nn.Parameter(weight, requires_grad=False))
-
-
-class PlainEmbeddingMethod(UnquantizedEmbeddingMethod):
-    """Rows of the embedding as they lie in the mapped file; the head of the same matrix, where it is tied, is packed.
-
-    Args:
-        head: The packed head; None if there is none, or if it is a layer of its own.
-    """
-
-    def __init__(self, head: PackedLinear | None) -> None:
-        super().__init__()
-        self.head = head
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Nothing: vLLM would make a second copy of the matrix, in case that it is a head too."""
-
-    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Logits of a tied head: x [.., K] -> [.., N]."""
-        return nn.functional.linear(x, layer.weight, bias) if self.head is None else self.head(x)
 
 
 def dequantized(module: PackedWeight) -> Tensor:

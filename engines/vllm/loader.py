@@ -20,7 +20,8 @@ from tilewright.kernels.packed.directory import PackedCheckpoint
 from tilewright.kernels.packed.module_spec import QUANT_METHOD
 
 from .config import TilewrightConfig
-from .linear import PackedLinearMethod, PlainEmbeddingMethod, PlainLinearMethod, dequantized
+from .head import PlainEmbeddingMethod
+from .linear import PackedLinearMethod, PlainLinearMethod, dequantized
 from .mlp import replace_mlps
 
 logger = init_logger("vllm.tilewright")  # children of `vllm` are configured

@@ -164,11 +164,22 @@ class ModuleSpec:
             start += n
         return found
 
+    def with_rows(self, rows: slice) -> ModuleSpec:
+        """What some of the rows of a weight [N, K] are on their own."""
+        sized = (rows.stop - rows.start, self.shape[1])
+        return replace(self, shape=sized, sources=(), source_layout="", whole=self.whole or self.shape, joined=())
+
     def take(self, tensors: Mapping[str, torch.Tensor], rows: slice) -> dict[str, torch.Tensor]:
-        """Views of some rows, whole blocks of them, of a weight [N, K] in each of its tensors."""
-        n = self.shape[0]
+        """Views of some rows of a weight [N, K] in each of its tensors.
+
+        Args:
+            tensors: By suffix.
+            rows: Beginning with a block (a multiple of `row_unit`) and ending with a block or with the weight.
+        """
+        before = self.with_rows(slice(0, rows.start)).tensors()
+        taken = self.with_rows(rows).tensors()
         return {
-            suffix: tensor[len(tensor) * rows.start // n : len(tensor) * rows.stop // n]
+            suffix: tensor.narrow(0, before[suffix].shape[0], taken[suffix].shape[0])
             for suffix, tensor in tensors.items()
         }
 

@@ -13,6 +13,8 @@ from tilewright.kernels.errors import LayoutError
 from tilewright.kernels.formats import BF16, FORMATS, FP8, INT4_G32, INT8, WeightFormat
 from tilewright.kernels.formats.integer import IntegerFormat
 from tilewright.kernels.layouts import LAYOUTS
+from tilewright.kernels.layouts.cpu_blocks import row_unit
+from tilewright.kernels.packed.module_spec import ModuleSpec
 from tilewright.kernels.tensors import QTensor, TensorSpec
 
 CPU = [layout for name, layout in LAYOUTS.items() if name.startswith("cpu-")]
@@ -81,6 +83,30 @@ def test_a_part_is_packed_as_if_alone(layout, fmt) -> None:
             half = of_both.shape[0] // 2
             mine = of_both[part * half : (part + 1) * half]
             assert torch.equal(mine.contiguous().view(torch.uint8), tensor.view(torch.uint8)), suffix
+
+
+@pytest.mark.parametrize(("layout", "fmt"), PAIRS, ids=lambda value: value.id)
+@given(data=st.data())
+@settings(max_examples=15)
+def test_whole_blocks_of_rows_are_packed_as_if_alone(layout, fmt, data: st.DataObject) -> None:
+    """`ModuleSpec.take`, down to the padded end of the weight and its bias, which is not padded."""
+    unit, k = row_unit(fmt), data.draw(st.integers(1, 200))
+    blocks = data.draw(st.integers(1, 4))
+    n = (blocks - 1) * unit + data.draw(st.integers(1, unit))
+    start = data.draw(st.integers(0, blocks - 1))
+    stop = data.draw(st.integers(start + 1, blocks))
+    rows = slice(start * unit, min(stop * unit, n))
+    q = random_weight(fmt, (n, k), 1, data.draw(st.integers(0, 2**30)))
+    grid = slice(rows.start // fmt.block_n, -(-rows.stop // fmt.block_n)) if fmt.has_scales else slice(None)
+    alone = layout.pack(QTensor(fmt, q.codes[rows], None if q.scales is None else q.scales[grid]))
+    bias = torch.arange(n, dtype=torch.float32)
+    spec = ModuleSpec(layout, fmt, (n, k), bias_dtype=torch.float32)
+    taken = spec.take(layout.pack(q) | {"bias": bias}, rows)
+    assert torch.equal(taken.pop("bias"), bias[rows])
+    assert spec.with_rows(rows).shape == (rows.stop - rows.start, k)
+    assert taken.keys() == alone.keys()
+    for suffix, tensor in alone.items():
+        assert torch.equal(taken[suffix].contiguous().view(torch.uint8), tensor.view(torch.uint8)), suffix
 
 
 @pytest.mark.parametrize(("layout", "fmt"), PAIRS, ids=lambda value: value.id)

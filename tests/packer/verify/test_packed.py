@@ -63,10 +63,14 @@ def test_packed_experts_beside_unpacked_layers(target: GpuTarget, quantized: Qua
     assert all(result.status == "equal" for result in results(source, tmp_path / "gpu"))
 
 
-def scale_of(tensors: Tensors, module: str) -> torch.Tensor:
-    """The scales of a packed module, which lie in rows or in blocks of 32 rows."""
+def scale_name(tensors: Tensors, module: str) -> str:
+    """The name of the scales of a packed module, which lie in rows or in blocks of 32 rows."""
     (name,) = (name for name in tensors if name.startswith(f"{module}.weight_scale"))
-    return tensors[name]
+    return name
+
+
+def scale_of(tensors: Tensors, module: str) -> torch.Tensor:
+    return tensors[scale_name(tensors, module)]
 
 
 def matrix(spec: ModuleSpec, tensors: Tensors, module: str) -> Tensors:
@@ -108,7 +112,8 @@ def test_damage_of_a_joined_linear(scheme: str, packed: Packed, edit: Edit) -> N
     for name, (_, rows) in spec.linears().items():
 
         def doubled(tensors: Tensors, rows: slice = rows) -> None:
-            part = spec.take({"scale": scale_of(tensors, module)}, rows)["scale"]
+            suffix = scale_name(tensors, module).removeprefix(f"{module}.")
+            part = spec.take({suffix: scale_of(tensors, module)}, rows)[suffix]
             part.flatten()[-1:].mul_(2)
 
         def shifted(tensors: Tensors, rows: slice = rows) -> None:
