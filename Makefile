@@ -39,12 +39,15 @@ test: check
 	$(PYTEST)
 test-fast: check
 	$(PYTEST) -m "not slow"
+# Each of the processes that share these tests serves one model after the other, in vLLMs of its own: two, on any machine.
+TEST_VLLM := .venv-vllm/bin/python -m pytest -q -n 2 --dist loadfile tests/engines/vllm
 # The packed models served by the real vLLM, in an environment of its own (3.4 GB): most kinds, or every combination.
 # The second step takes out what belongs to other builds of torch than this one.
 .venv-vllm/.installed: Makefile
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
-		"$(VLLM_TORCH)" "$(VLLM)" "scikit-build-core>=0.11" "cmake>=3.25" ninja pytest==9.2.0 hypothesis==6.170.17 \
+		"$(VLLM_TORCH)" "$(VLLM)" "scikit-build-core>=0.11" "cmake>=3.25" ninja \
+		pytest==9.2.0 pytest-xdist==3.8.0 hypothesis==6.170.17 \
 		|| { echo "test-vllm: $(VLLM) beside $(VLLM_TORCH) cannot be installed here, so nothing was tested; pip says" \
 		"why above. An index that has both: make test-vllm TORCH_INDEX=..." >&2; exit 1; }
 	.venv-vllm/bin/pip uninstall -q -y torchvision torchaudio torchcodec
@@ -54,9 +57,9 @@ test-fast: check
 	.venv-vllm/bin/pip install -q --disable-pip-version-check --no-build-isolation --no-deps -e .
 	@touch $@
 test-vllm: .venv-vllm/.built
-	.venv-vllm/bin/python -m pytest -q tests/engines/vllm -m "not matrix"
+	$(TEST_VLLM) -m "not matrix"
 test-vllm-all: .venv-vllm/.built
-	.venv-vllm/bin/python -m pytest -q tests/engines/vllm
+	$(TEST_VLLM)
 # Kills at every change of the disk and 1,000 at random moments, 200 starts of runs at once, 360 moves of the source.
 crash-test: setup
 	rm -rf build/crash && mkdir -p build/crash/races build/crash/moves

@@ -26,7 +26,7 @@ PROMPTS = [list(TEXT[start : start + 100].encode()) for start in range(0, 4000, 
 if importlib.util.find_spec("vllm") is None:  # it needs an environment of its own: `make test-vllm` makes one
     collect_ignore_glob = ["test_*.py"]
 else:
-    sys.path.insert(0, str(HERE))  # pytest imports test files by their paths; they share `models`
+    sys.path.insert(0, str(HERE))  # pytest imports test files by their paths; they share `models` and `compare`
     import models
 
 
@@ -127,3 +127,9 @@ def served(tmp_path_factory: pytest.TempPathFactory, source: Callable[[str], Pat
         return output
 
     return pack
+
+
+@pytest.fixture(scope="session")
+def reference(engine: Any, source: Callable[[str], Path]) -> Callable[[str], torch.Tensor]:
+    """reference(family): the distributions of vLLM's bf16."""
+    return cache(lambda family: engine.distributions(source(family)))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from compare import BOUND, divergence
 
 from tilewright.engines.transformers.model import load_model
 from tilewright.kernels.packed.safetensors_file import read_header
@@ -30,7 +30,6 @@ ON_AVX2 = {("tiny-qwen3-moe", "none"), ("gemma3", "int4"), ("deepseek", "int8")}
 # What formats and int8 activations may cost a random Mixtral, in nats a token: transformers cannot say, which has other
 # names for its modules than its checkpoints.
 MIXTRAL_COSTS = {"none": 0.0, "int8": 0.01, "block-fp8": 0.04, "int4": 0.4, "w4afp8": 0.4}
-BOUND = 1e-3  # nats a token, for the same numbers in another order
 
 
 def combinations(often: set[tuple[str, str]], schemes: tuple[str, ...]) -> list[Any]:
@@ -39,23 +38,12 @@ def combinations(often: set[tuple[str, str]], schemes: tuple[str, ...]) -> list[
     return [pytest.param(*pair, marks=[] if pair in often else [pytest.mark.matrix]) for pair in pairs]
 
 
-def divergence(reference: torch.Tensor, found: torch.Tensor) -> float:
-    """Mean KL divergence in nats a token of logarithms of probabilities [T, V]."""
-    return float((reference.exp() * (reference - found)).sum(-1).mean())
-
-
 def by_transformers(directory: Path, prompts: list[list[int]]) -> torch.Tensor:
     """What `load_model` says: fp64 [T, V]."""
     model = load_model(directory)
     with torch.inference_mode():
         logits = model(torch.tensor(prompts)).logits[:, :-1]
     return logits.flatten(0, 1).double().log_softmax(-1)
-
-
-@pytest.fixture(scope="session")
-def reference(engine: Any, source: Callable[[str], Path]) -> Callable[[str], torch.Tensor]:
-    """reference(family): the distributions of vLLM's bf16."""
-    return cache(lambda family: engine.distributions(source(family)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
