@@ -29,7 +29,7 @@ class RankHead:
     def __init__(self, head: PackedLinear, layer: Any) -> None:
         found, wanted = [head.out_features, head.in_features], [layer.org_vocab_size, layer.embedding_dim]
         if found != wanted:
-            raise CheckpointError(f"lm_head: is packed as {found}, the engine's layer is {wanted}")
+            raise CheckpointError(f"the head: is packed as {found}, the engine's layer is {wanted}")
         self.head: PackedLinear | None = head
         self.width = layer.num_embeddings_per_partition if layer.tp_size > 1 else layer.org_vocab_size
         self.first, self.count = 0, layer.org_vocab_size
@@ -52,4 +52,4 @@ class RankHead:
 
 def _with_rows(head: PackedLinear, rows: slice) -> PackedLinear:
     taken = head.spec.take(dict(head.named_buffers()), rows)
-    return PackedLinear("lm_head", head.spec.with_rows(rows), taken, head.activation_scales)
+    return PackedLinear("head", head.spec.with_rows(rows), taken, head.activation_scales)
