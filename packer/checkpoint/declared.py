@@ -11,15 +11,18 @@ from tilewright.kernels.errors import quoted
 from tilewright.kernels.rotation import Rotation
 from tilewright.kernels.tensors import Reject
 
+MLX_KEY = "quantization"  # where MLX says how weights are stored; newer versions repeat it where others say it
+
 
 def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """The quantization block of a config.json, also where an older tool nested it."""
+    of_mlx = config.get(MLX_KEY)
     for holder in (config, *(value for value in config.values() if isinstance(value, Mapping))):
         for key in ("quantization_config", "compression_config"):
             if isinstance(holder.get(key), Mapping):
                 found: Mapping[str, Any] = holder[key]
-                return found
-    return {}
+                return found if "quant_method" in found or found != of_mlx else {"quant_method": "mlx", **found}
+    return {"quant_method": "mlx", **of_mlx} if isinstance(of_mlx, Mapping) and "bits" in of_mlx else {}
 
 
 class UnreadConfigError(Exception):

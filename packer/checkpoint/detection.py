@@ -12,7 +12,9 @@ from tilewright.kernels.tensors import Reject, TensorSpec
 
 from ..families import family_of
 from ..families.experts import ExpertSpellings
+from ..families.sizes import size_conflicts
 from .declared import Declared, Fields, QuantMethod, UnreadConfigError, quantization_config
+from .details import NOTHING, Details
 from .encoding import ACTIVATION_SUFFIXES, Encoding, RotatedDecoder, StoredWeight, TensorGroup
 from .encodings import ENCODINGS
 
@@ -44,12 +46,13 @@ class Inventory:
     rejects: list[Reject] = field(default_factory=list)
 
 
-def detect_weights(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> Inventory:
+def detect_weights(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], details: Details = NOTHING) -> Inventory:
     """Group the tensors of a source into weights.
 
     Args:
         specs: Tensor name -> specification, in source order.
         config: The source's config.json.
+        details: What headers do not tell.
 
     Returns:
         The inventory; each name of `specs` is in exactly one weight, in `loose`, or behind a reject.
@@ -57,7 +60,7 @@ def detect_weights(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -
     inventory = Inventory()
     declared, method = _declared(quantization_config(config), inventory)
     experts = family_of(config).experts
-    groups = _groups(specs, declared, method, experts)
+    groups = _groups(specs, declared, method, experts, details)
     known = _known_suffixes()
     refused = bool(inventory.rejects)
     owned = {name for group in groups.values() for name in group.names.values()}
@@ -66,9 +69,24 @@ def detect_weights(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -
             _claim(groups[name], inventory)
         elif name not in owned:
             _loose(name, (_split(name, known, experts) or ("", ""))[1], inventory, method)
+    _compare_sizes(inventory, specs, config)
     if refused:  # what cannot be read without the config follows from that, and need not be told
         del inventory.rejects[1:]
     return inventory
+
+
+def _compare_sizes(inventory: Inventory, specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> None:
+    """Refuse weights whose sizes, as their packed codes are read, are not those of the model."""
+    matrices = {
+        weight.module: weight
+        for weight in inventory.weights
+        if weight.quantized and len(weight.shape) == 2 and weight.shape != specs[weight.tensors[0]].shape
+    }
+    shapes = {module: (weight.shape[0], weight.shape[1]) for module, weight in matrices.items()}
+    for module, reason in size_conflicts(shapes, config):
+        name, encoding = matrices[module].tensors[0], matrices[module].encoding
+        hint = "config.json and weights belong to two models, or the weights are not what config.json says"
+        inventory.rejects.append(Reject(name, f"read as {encoding} {reason}", hint))
 
 
 def _methods() -> dict[str, QuantMethod]:
@@ -183,7 +201,7 @@ def _known_suffixes() -> dict[str, int]:
 
 
 def _groups(
-    specs: Mapping[str, TensorSpec], declared: Declared, method: str, experts: ExpertSpellings
+    specs: Mapping[str, TensorSpec], declared: Declared, method: str, experts: ExpertSpellings, details: Details
 ) -> dict[str, TensorGroup]:
     """Name of the codes -> group, for every module path that has a tensor of codes which could be a matrix."""
     codes = _code_suffixes()
@@ -203,7 +221,7 @@ def _groups(
         group_specs = {suffix: specs[name] for suffix, name in names.items()}
         asked = experts.canonical(module)
         is_stack = experts.find_stack(module) is not None
-        groups[first] = TensorGroup(module, group_specs, names, declared(asked), method, is_stack)
+        groups[first] = TensorGroup(module, group_specs, names, declared(asked), method, is_stack, details)
     return groups
 
 

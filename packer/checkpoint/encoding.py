@@ -18,6 +18,7 @@ from tilewright.kernels.rotation import Rotation
 from tilewright.kernels.tensors import QTensor, Reject, TensorSpec
 
 from .declared import DeclaredNumbers, QuantMethod
+from .details import NOTHING, Details
 
 # Tensors beside a weight that no encoding needs for its values: scales of activations.
 ACTIVATION_SUFFIXES = ("input_scale", "input_zero_point", "activation_scale")
@@ -123,6 +124,7 @@ class StoredWeight:
         per_expert: Of a stack, whether each tensor has a slice for each expert; one that has none serves them all.
         rotation: What its columns were multiplied by before they were quantized: `decoder` gives the values that they
             had before, and the codes as they are; None: nothing.
+        foreign: No config that this project writes can describe it: what is not quantized of it becomes 16 bits.
     """
 
     module: str
@@ -138,6 +140,7 @@ class StoredWeight:
     bare: bool = False
     per_expert: tuple[bool, ...] = ()
     rotation: Rotation | None = None
+    foreign: bool = False
 
     def holds(self, fmt: str, rotation: Rotation | None) -> bool:
         """Whether it has the numbers of this format with inputs rotated so, to be taken over as they are."""
@@ -146,7 +149,7 @@ class StoredWeight:
     @property
     def few_bits(self) -> bool:
         """Whether a second quantization to 4 bits would lose about as much again as the first."""
-        return self.encoding.startswith(("int2", "int3", "int4", "MXFP4", "NVFP4"))
+        return self.encoding.startswith(("int1", "int2", "int3", "int4", "MXFP4", "NVFP4", "NF4", "FP4", "GGUF"))
 
     @property
     def quantized(self) -> bool:
@@ -165,6 +168,7 @@ class TensorGroup:
         declared: What the source's config says about the weight; None if it says that it is not quantized, or nothing.
         method: The source's `quant_method`; empty if it has no quantization config.
         stack: Whether the path is that of a stack of experts.
+        details: What headers do not tell.
     """
 
     module: str
@@ -173,6 +177,7 @@ class TensorGroup:
     declared: DeclaredNumbers | None = None
     method: str = ""
     stack: bool = False
+    details: Details = NOTHING
 
     def is_matrix(self, suffix: str = "weight") -> bool:
         """Whether it has a tensor of this suffix that is a matrix [N, K], or a stack of experts [E, A, B]."""
@@ -182,6 +187,10 @@ class TensorGroup:
     def others(self, *suffixes: str) -> tuple[str, ...]:
         """Names of all tensors but those of these suffixes."""
         return tuple(name for suffix, name in self.names.items() if suffix not in suffixes)
+
+    def small(self, suffix: str) -> torch.Tensor:
+        """The tensor of this suffix, which has a few bytes and tells how to read the others."""
+        return self.details.tensor(self.names[suffix])
 
     def missing(self, *suffixes: str) -> Reject | None:
         """A refusal if one of these tensors is not there."""

@@ -17,6 +17,7 @@ from tilewright.kernels.tensors import TensorSpec
 from ..plan import Source
 from .consumed import kept_files
 from .declared import quantization_config
+from .details import Details
 from .hub import download, is_hub_id
 from .shard_index import Shards, find_shards, read_headers
 from .side_files import find_side_files
@@ -48,6 +49,7 @@ class Checkpoint:
     stamps: dict[Path, FileStamp] = field(default_factory=dict, repr=False, compare=False)
     notes: tuple[str, ...] = ()
     _maps: dict[str, MappedFile] = field(default_factory=dict, repr=False, compare=False)
+    described_by: set[str] = field(default_factory=set, repr=False, compare=False)  # names read through `details`
 
     def entry(self, name: str) -> Entry:
         """Where tensor `name` lies in its file."""
@@ -71,6 +73,18 @@ class Checkpoint:
         """The tensor, or the slice of it, as a view of the mapped file."""
         tensor = self._map(source.name).tensor(source.name)
         return tensor if source.index is None else tensor[source.index]
+
+    @property
+    def details(self) -> Details:
+        """What headers do not tell: the metadata of all files, and small tensors."""
+        metadata = {key: text for header in self.headers.values() for key, text in header.metadata.items()}
+        return Details(metadata, self._describe)
+
+    def _describe(self, name: str) -> torch.Tensor:
+        if self.files[name] in self.gone:
+            raise CheckpointError(f"{name}: lies in a file that was deleted, and nothing else tells what it said")
+        self.described_by.add(name)
+        return self.tensor(Source(name)).clone()
 
     def forget(self, source: Source) -> None:
         """Give back the memory into which the pages of `source` were mapped; they are read again when needed."""

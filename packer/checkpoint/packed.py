@@ -46,7 +46,7 @@ def stored_inventory(checkpoint: Checkpoint) -> Inventory:
     modules = packed_modules(checkpoint)
     owned = {f"{name}.{suffix}" for name, spec in modules.items() for suffix in spec.tensors()}
     specs = {name: checkpoint.spec(name) for name in checkpoint.files if name not in owned}
-    inventory = detect_weights(specs, config_before_packing(checkpoint.config))
+    inventory = detect_weights(specs, config_before_packing(checkpoint.config), checkpoint.details)
     if inventory.rejects:
         raise CheckpointError(f"{checkpoint.root}: cannot be read:\n  " + "\n  ".join(map(str, inventory.rejects)))
     return inventory

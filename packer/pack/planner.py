@@ -84,7 +84,7 @@ class _Planner:
         source = self.checkpoint
         family = family_of(source.config)
         specs = source_specs(source)
-        inventory = detect_weights(specs, source.config)
+        inventory = detect_weights(specs, source.config, source.details)
         self.notes += unknown_model(source.config)
         self.rejects += inventory.rejects
         self.rejects += sharding_rejects(source.config, specs, self.sharding.tp[1], self.sharding.ep[1])

@@ -185,6 +185,8 @@ class Decider:
         """The output matrix and the reason for what it becomes."""
         weight = matrix.stored
         target, reason = self._target(matrix.module, role, matrix.shape, weight)
+        if target is None and weight.foreign and 0 not in matrix.shape:
+            target, reason = SIXTEEN_BITS, f"{weight.encoding} -> bf16: {reason}"
         module = self.naming(matrix.module)
         scale = None
         if role == "expert" and target is not None and self.checkpoint_format.input_scale:

@@ -9,6 +9,7 @@ from typing import Any
 from tilewright.kernels.model_names import HEAD, TIED
 from tilewright.kernels.tensors import Reject
 
+from ..checkpoint.declared import MLX_KEY, quantization_config
 from ..families.config import LAYERS, MTP_COUNTS, announced_mtp, is_tied
 from ..families.layers import has_embedding, has_head
 from .options import QuantizeOptions
@@ -49,6 +50,8 @@ def output_config(
         The config, and notes about it.
     """
     config: dict[str, Any] = _without(copy.deepcopy(dict(source)), STALE)
+    if quantization_config(source).get("quant_method") == "mlx":
+        config.pop(MLX_KEY, None)
     notes = []
     if announced_mtp(source) and not has_mtp:
         notes.append(

@@ -42,7 +42,7 @@ def plan_quantize(checkpoint: Checkpoint, options: QuantizeOptions, device: str 
         return Plan({}, (), {}, {}, rejects=(Reject(str(checkpoint.root), "is packed already", hint),))
     checkpoint_format = SCHEMES[options.scheme].checkpoint_formats[chosen["form"]]
     specs = source_specs(checkpoint)
-    inventory = detect_weights(specs, checkpoint.config)
+    inventory = detect_weights(specs, checkpoint.config, checkpoint.details)
     family = family_of(checkpoint.config)
     decider = Decider(
         checkpoint.config, family, checkpoint_format, options, chosen["group_size"], naming=Naming(family.experts)

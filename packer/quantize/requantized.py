@@ -68,7 +68,8 @@ def measure(source: Checkpoint, output: Checkpoint) -> Loss | None:
 
 def _int4(checkpoint: Checkpoint) -> Mapping[str, StoredWeight]:
     canonical = family_of(checkpoint.config).experts.canonical
-    inventory = detect_weights({name: checkpoint.spec(name) for name in checkpoint.files}, checkpoint.config)
+    specs = {name: checkpoint.spec(name) for name in checkpoint.files}
+    inventory = detect_weights(specs, checkpoint.config, checkpoint.details)
     return {
         canonical(weight.module): weight for weight in inventory.weights if weight.few_bits and len(weight.shape) == 2
     }

@@ -178,7 +178,7 @@ def _compare_values(source: LogicalTensor, found: LogicalTensor, max_relative: f
 
 def _compare_kept(source: LogicalTensor, stored: torch.Tensor) -> TensorResult:
     original = source.read()
-    if isinstance(original, QTensor):
+    if isinstance(original, QTensor) or source.encoding:
         # a quantized source that was left out of quantization again: its values, rounded once to the stored type
         same = torch.equal(source.values().to(stored.dtype), stored)
         note = "" if same else "not the dequantized values of the reference"

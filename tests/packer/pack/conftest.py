@@ -30,7 +30,10 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     def write_source(tensors: Tensors, **config: object) -> Path:
         root = tmp_path / f"source-{len(list(tmp_path.iterdir()))}"
         root.mkdir()
-        config = {"model_type": "qwen3_moe", "hidden_size": 64} | config
+        widths = [
+            len(tensor) for name, tensor in tensors.items() if name.endswith(("o_proj.weight", "down_proj.weight"))
+        ]
+        config = {"model_type": "qwen3_moe", "hidden_size": widths[0] if widths else 64} | config
         (root / "config.json").write_text(json.dumps(config))
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, root / "model.safetensors")
         return root

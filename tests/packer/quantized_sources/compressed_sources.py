@@ -12,7 +12,7 @@ from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.quantization.lifecycle.forward import dequantize
 
-from .sources import BASE, MODULE, VARIANTS, QuantizedSource, generator
+from .sources import MODULE, VARIANTS, QuantizedSource, generator, sized
 
 N, K = 96, 256
 
@@ -107,7 +107,7 @@ def make(form: str, bits: int, kind: str, strategy: str, **fields: Any) -> Quant
     if order:
         index = (torch.arange(K) // size)[torch.randperm(K, generator=generator(7))]
         tensors[f"{MODULE}.weight_g_idx"] = index.to(torch.int32)
-    return QuantizedSource(tensors, block, values, BASE)
+    return QuantizedSource(tensors, block, values, sized(N, K))
 
 
 def _add(name: str, *arguments: Any, **fields: Any) -> None:

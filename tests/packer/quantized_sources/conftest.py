@@ -10,24 +10,27 @@ import torch
 
 from tilewright.kernels.tensors import TensorSpec
 from tilewright.packer.checkpoint import detect_weights
+from tilewright.packer.checkpoint.details import Details
 from tilewright.packer.checkpoint.matrices import matrices_of
 from tilewright.packer.families import family_of
 
-Read = Callable[[Mapping[str, torch.Tensor], Mapping[str, Any]], dict[str, torch.Tensor]]
+Read = Callable[..., dict[str, torch.Tensor]]
 
 
 class RefusedError(Exception):
     """The source was refused, with these reasons."""
 
 
-def read_source(tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def read_source(
+    tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any], metadata: Mapping[str, str] | None = None
+) -> dict[str, torch.Tensor]:
     """Module -> values fp32 [N, K] of every matrix of a source, read in two strips.
 
     Raises:
         RefusedError: The source, or a part of it, is refused.
     """
     specs = {name: TensorSpec.of(tensor) for name, tensor in tensors.items()}
-    inventory = detect_weights(specs, config)
+    inventory = detect_weights(specs, config, Details(metadata or {}, tensors.__getitem__))
     matrices = matrices_of(inventory.weights, tensors, config, family_of(config))
     if rejects := [*inventory.rejects, *matrices.rejects]:
         raise RefusedError("\n".join(map(str, rejects)))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.integrations import mxfp4
 
-from .sources import BASE, MODULE, VARIANTS, QuantizedSource, generator
+from .sources import MODULE, VARIANTS, QuantizedSource, generator, sized
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 Tensors = dict[str, torch.Tensor]
@@ -67,7 +67,7 @@ def _fp8(scale: str, dtype: torch.dtype, block: tuple[int, int] | None, **fields
     stated: dict[str, Any] = {"weight_block_size": list(block)} if block else {}
     config = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"} | stated | fields
     tensors = {f"{MODULE}.weight": fp8(), f"{MODULE}.{scale}": power.to(dtype)}
-    return QuantizedSource(tensors, config, block_fp8_values, BASE)
+    return QuantizedSource(tensors, config, block_fp8_values, sized(N, K))
 
 
 for _dtype in (torch.float32, torch.bfloat16, torch.float8_e8m0fnu):
@@ -81,7 +81,7 @@ VARIANTS["fp8-tensor"] = lambda: _fp8("weight_scale", torch.float32, None, activ
 def _rows(method: str, codes: torch.Tensor, **fields: Any) -> QuantizedSource:
     scale = torch.rand(N, 1, generator=generator(3)) * 0.01 + 0.001
     tensors = {f"{MODULE}.weight": codes, f"{MODULE}.weight_scale": scale}
-    return QuantizedSource(tensors, {"quant_method": method} | fields, block_fp8_values, BASE)
+    return QuantizedSource(tensors, {"quant_method": method} | fields, block_fp8_values, sized(N, K))
 
 
 def _int8() -> torch.Tensor:
@@ -128,7 +128,7 @@ def _modelopt(algorithm: str) -> QuantizedSource:
             return {MODULE: weight.float() * spread(exponents(scale), tuple(weight.shape), (1, 32))}
         return block_fp8_values(found, {})
 
-    return QuantizedSource(tensors, block, values, BASE)
+    return QuantizedSource(tensors, block, values, sized(N, K))
 
 
 for _algorithm in ("FP8", "NVFP4", "MXFP8"):

@@ -7,14 +7,19 @@ formula of its documentation is written out in numpy, in float64.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 MODULE = "model.layers.0.self_attn.o_proj"
-BASE: dict[str, Any] = {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 1}
+BASE: dict[str, Any] = {"model_type": "llama", "num_hidden_layers": 1}
+
+
+def sized(n: int, k: int) -> dict[str, Any]:
+    """config.json of a model whose `MODULE` is [n, k]."""
+    return BASE | {"hidden_size": n, "num_attention_heads": 4, "head_dim": k // 4}
 
 
 @dataclass
@@ -27,16 +32,20 @@ class QuantizedSource:
         oracle: Values of each module as the format's own definition gives them, from tensors and block; raises where
             that definition does not accept them.
         config: The rest of its config.json.
+        metadata: The free-form strings in the header of its file.
+        key: Where the quantization config stands in config.json.
     """
 
     tensors: dict[str, torch.Tensor]
     block: dict[str, Any]
     oracle: Callable[[dict[str, torch.Tensor], dict[str, Any]], dict[str, torch.Tensor]]
     config: dict[str, Any]
+    metadata: dict[str, str] = field(default_factory=dict)
+    key: str = "quantization_config"
 
     def document(self) -> dict[str, Any]:
         """config.json."""
-        return self.config | {"quantization_config": self.block}
+        return self.config | {self.key: self.block}
 
 
 VARIANTS: dict[str, Callable[[], QuantizedSource]] = {}
@@ -106,7 +115,7 @@ def _gptq(bits: int, group: int, symmetric: bool, order: bool, version: str, met
     if method == "gptq":
         block |= {"desc_act": order, "checkpoint_format": version, "damp_percent": 0.01, "true_sequential": True}
         block |= {"static_groups": False, "lm_head": False, "meta": {"quantizer": ["gptqmodel:1.0"]}}
-        return QuantizedSource(tensors, block, gptq_values, BASE)
+        return QuantizedSource(tensors, block, gptq_values, sized(n, k))
     packing = {"gptq": "auto_round:auto_gptq", "gptq_v2": "auto_round:gptqmodel"}[version]
     block |= {"packing_format": packing, "data_type": "int", "iters": 200, "autoround_version": "0.5.1"}
 
@@ -115,7 +124,7 @@ def _gptq(bits: int, group: int, symmetric: bool, order: bool, version: str, met
         return gptq_values(found, said | {"checkpoint_format": versions[said["packing_format"]]})
 
     del tensors[f"{MODULE}.g_idx"]
-    return QuantizedSource(tensors, block, values, BASE)
+    return QuantizedSource(tensors, block, values, sized(n, k))
 
 
 for _bits in (2, 3, 4, 8):
@@ -179,7 +188,7 @@ def _awq(group: int, method: str = "awq") -> QuantizedSource:
         block |= {"zero_point": True, "version": "gemm", "modules_to_not_convert": None}
     else:
         block |= {"packing_format": "auto_round:auto_awq", "sym": False, "data_type": "int"}
-    return QuantizedSource(tensors, block, awq_values, BASE)
+    return QuantizedSource(tensors, block, awq_values, sized(n, k))
 
 
 for _group in (32, 64, 128, -1):

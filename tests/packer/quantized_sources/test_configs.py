@@ -51,7 +51,7 @@ def test_a_config_in_a_file_of_its_own_counts(variant: str, file: str, key: str 
         ({"weight_packed": torch.ones(64, 8, dtype=torch.int32)}, "looks like codes of compressed-tensors"),
         ({"weight.absmax": torch.ones(64)}, "weights that bitsandbytes quantized"),
         ({"SCB": torch.ones(64)}, "weights that bitsandbytes quantized"),
-        ({"W_q": torch.ones(64, 32, dtype=torch.uint8)}, "weights that HQQ quantized"),
+        ({"W_q": torch.ones(64, 32, dtype=torch.uint8)}, "looks like HQQ codes"),
     ],
 )
 def test_codes_without_a_config_are_refused_by_every_job(

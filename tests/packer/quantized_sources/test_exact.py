@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from . import compressed_sources, float_sources  # noqa: F401  # add their variants
+from . import compressed_sources, float_sources, library_sources, recorded_sources  # noqa: F401  # add their variants
 from .conftest import Read
 from .sources import VARIANTS
 
@@ -14,7 +14,7 @@ from .sources import VARIANTS
 def test_values(name: str, read: Read) -> None:
     source = VARIANTS[name]()
     expected = source.oracle(source.tensors, source.block)
-    found = read(source.tensors, source.document())
+    found = read(source.tensors, source.document(), source.metadata)
     assert found.keys() == expected.keys()
     for module, values in expected.items():
         assert torch.equal(found[module], values.to(torch.float32)), f"{(found[module] - values).abs().max()}"

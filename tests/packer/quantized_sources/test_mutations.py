@@ -17,7 +17,7 @@ import torch
 
 from tilewright.kernels.errors import TilewrightError
 
-from . import compressed_sources, float_sources  # noqa: F401  # add their variants
+from . import compressed_sources, float_sources, library_sources, recorded_sources  # noqa: F401  # add their variants
 from .conftest import RefusedError, read_source
 from .sources import MODULE, VARIANTS, QuantizedSource
 
@@ -55,6 +55,27 @@ LEGAL: dict[str, list[Any]] = {  # other values that a key may legally have
     "quantization_status": ["compressed", "frozen", "initialized"],
     "kv_cache_scheme": [{"num_bits": 8, "type": "float"}],
     "activation_scheme": ["static", "dynamic"],
+    "mode": ["affine", "mxfp4", "nvfp4"],
+    "load_in_4bit": [True, False],
+    "load_in_8bit": [True, False],
+    "bnb_4bit_quant_type": ["nf4", "fp4"],
+    "bnb_4bit_use_double_quant": [True, False],
+    "bnb_4bit_quant_storage": ["uint8", "bfloat16", "float32"],
+    "llm_int8_skip_modules": [[MODULE], ["o_proj"], ["q_proj"]],
+    "llm_int8_has_fp16_weight": [True],
+    "nbits": [1, 2, 3, 4, 8],
+    "axis": [0, 1],
+    "view_as_float": [True],
+    "channel_wise": [False],
+    "scale_quant_params": [{"nbits": 8, "group_size": 128}],
+    "skip_modules": [[MODULE], ["o_proj"], ["q_proj"]],
+    "dtype": ["fp8_e4m3", "fp4", "int4", "fp8_e5m2"],
+    "qscheme": ["per_tensor", "per_channel", "per_group"],
+    "ch_axis": [0, 1, -1],
+    "scale_format": ["float", "e8m0"],
+    "weight_format": ["real_quantized", "fake_quantized"],
+    "exclude": [[MODULE], ["*o_proj"], ["lm_head"]],
+    MODULE: [False, True, {"bits": 3, "group_size": 64}, {"bits": 6, "group_size": 32}],
 }
 ADDED: list[tuple[Path, Any]] = [  # keys that change what numbers mean, or that nobody knows
     (("transform_config",), {"config_groups": {"u": {"type": "hadamard"}}}),
@@ -109,6 +130,12 @@ def mutated_configs(source: QuantizedSource) -> Iterator[tuple[str, QuantizedSou
         if block is not None and block != source.block:
             yield f"with {'.'.join(path)}", replace(source, block=block)
     yield "without a config", replace(source, block={})
+    for key, text in source.metadata.items():
+        without = {name: said for name, said in source.metadata.items() if name != key}
+        yield f"without {key} in the metadata", replace(source, metadata=without)
+        for old, new in (("[1, ", "[2, "), ("Tensor", "Tensor2"), ("dtype", "tensor_dtype"), ('"qdata", ', "")):
+            if (other := text.replace(old, new)) != text:
+                yield f"{new} in the metadata", replace(source, metadata=without | {key: other})
 
 
 def mutated_tensors(source: QuantizedSource) -> Iterator[tuple[str, QuantizedSource]]:
@@ -136,7 +163,8 @@ def mutated_tensors(source: QuantizedSource) -> Iterator[tuple[str, QuantizedSou
 def outcome(source: QuantizedSource, original: dict[str, torch.Tensor]) -> str:
     """What became of a mutated source: refused, right, or a difference."""
     try:
-        found = read_source(source.tensors, source.document() if source.block else source.config)
+        document = source.document() if source.block else source.config
+        found = read_source(source.tensors, document, source.metadata)
     except (RefusedError, TilewrightError):
         return "refused"
     try:

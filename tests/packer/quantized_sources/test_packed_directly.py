@@ -13,6 +13,7 @@ from tilewright import load_packed
 from tilewright.kernels.errors import TilewrightError
 from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.checkpoint.reading import read_contents
+from tilewright.packer.engine.job import RunOptions
 from tilewright.packer.engine.pipeline import execute
 from tilewright.packer.pack.planner import plan_pack
 from tilewright.packer.pack.target import CpuTarget
@@ -21,7 +22,7 @@ from tilewright.packer.quantize.options import QuantizeOptions
 from tilewright.packer.quantize.planner import plan_quantize
 from tilewright.packer.verify.weights import compare_weights
 
-from . import compressed_sources  # noqa: F401  # adds its variants
+from . import compressed_sources, library_sources, recorded_sources  # noqa: F401  # add their variants
 from .sources import MODULE, VARIANTS, QuantizedSource
 
 DIRECT = (
@@ -29,12 +30,13 @@ DIRECT = (
     *("auto-round-4-sym-gptq", "auto-round-4-asym-gptq_v2", "auto-round-awq", "ct-pack4-asym", "ct-pack4-g32"),
 )
 REFUSED = ("gptq-4-128-asym-order-gptq", "gptq-8-128-sym-gptq", "awq--1", "ct-mxfp4", "gptq-3-128-sym-gptq")
+REFUSED += ("mlx-8-128-fp32", "recorded-bnb-nf4-double", "recorded-hqq-4-64-1", "recorded-torchao-fp8", "quark-mxfp4")
 
 
 def write(root: Path, source: QuantizedSource) -> Path:
     root.mkdir()
     tensors = {name: tensor.clone().contiguous() for name, tensor in source.tensors.items()}
-    save_file(tensors, root / "model.safetensors")
+    save_file(tensors, root / "model.safetensors", source.metadata or None)
     (root / "config.json").write_text(json.dumps(source.document()))
     return root
 
@@ -70,7 +72,7 @@ def test_packed_run_and_unpacked(name: str, scales: torch.dtype, tmp_path: Path)
     assert document["quantization_config"] == source.block
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [name for name in REFUSED if name in VARIANTS])
 def test_others_are_refused_with_the_way_out(name: str, tmp_path: Path) -> None:
     checkpoint = open_checkpoint(write(tmp_path / "source", VARIANTS[name]()))
     (reject,) = plan_pack(checkpoint, CpuTarget()).rejects
@@ -87,7 +89,13 @@ def test_an_order_that_the_config_does_not_announce_is_seen(tmp_path: Path) -> N
         execute(plan_pack(checkpoint, CpuTarget()), checkpoint, tmp_path / "packed")
 
 
-@pytest.mark.parametrize("name", ["gptq-4-128-asym-order-gptq", "awq-128", "ct-pack4-asym", "ct-nvfp4", "ct-mxfp4"])
+AGAIN = (
+    *("gptq-4-128-asym-order-gptq", "awq-128", "ct-pack4-asym", "ct-nvfp4", "ct-mxfp4", "quark-mxfp4", "mlx-4"),
+    *("recorded-bnb-nf4-double", "recorded-hqq-4-64-0", "recorded-torchao-int4-64"),
+)
+
+
+@pytest.mark.parametrize("name", [name for name in AGAIN if name in VARIANTS])
 @pytest.mark.parametrize("scheme", ["int4", "int8"])
 def test_all_of_them_are_quantized_again(name: str, scheme: str, tmp_path: Path) -> None:
     """From the values that they stand for: the same output as from a plain checkpoint of those."""
@@ -106,3 +114,34 @@ def test_all_of_them_are_quantized_again(name: str, scheme: str, tmp_path: Path)
         outputs.append(load_file(tmp_path / f"{kind}-out" / "model.safetensors"))
     assert outputs[0].keys() == outputs[1].keys()
     assert all(torch.equal(tensor, outputs[1][tensor_name]) for tensor_name, tensor in outputs[0].items())
+
+
+@pytest.mark.skipif("mlx" not in library_sources.INSTALLED, reason="MLX is not installed")
+def test_what_no_config_of_ours_describes_becomes_16_bits(tmp_path: Path) -> None:
+    """MLX quantizes embeddings and heads too; the output keeps them in bf16, and says nothing of MLX."""
+    source = VARIANTS["mlx-4"]()
+    embedding = {name.replace(MODULE, "model.embed_tokens"): tensor for name, tensor in source.tensors.items()}
+    source.tensors |= embedding
+    checkpoint = open_checkpoint(write(tmp_path / "source", source))
+    plan = plan_quantize(checkpoint, QuantizeOptions("int8", exclude=("lm_head",)))
+    assert not plan.rejects
+    execute(plan, checkpoint, tmp_path / "out")
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    expected = source.oracle(source.tensors, source.block)[MODULE]
+    assert set(tensors) == {f"{MODULE}.weight", f"{MODULE}.weight_scale", "model.embed_tokens.weight"}
+    assert torch.equal(tensors["model.embed_tokens.weight"], expected.bfloat16())
+    assert "quantization" not in json.loads((tmp_path / "out" / "config.json").read_text())
+    output = open_checkpoint(tmp_path / "out")
+    results = [result for result, _ in compare_weights(read_contents(checkpoint), read_contents(output))]
+    assert {result.name: result.status for result in results} == {
+        f"{MODULE}.weight": "ok",
+        "model.embed_tokens.weight": "equal",
+    }
+
+
+@pytest.mark.parametrize("name", ["recorded-bnb-nf4", "recorded-hqq-4-64-1"])
+def test_a_source_whose_shapes_lie_in_data_is_not_consumed(name: str, tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(write(tmp_path / "source", VARIANTS[name]()))
+    plan = plan_quantize(checkpoint, QuantizeOptions("int8"))
+    with pytest.raises(TilewrightError, match="--consume needs a source that headers describe"):
+        execute(plan, checkpoint, tmp_path / "out", RunOptions(consume=True))
