@@ -106,10 +106,17 @@ template <class V, int R, template <int> class Source, Products kProducts>
   constexpr bool kInt4 = kProducts == Products::int4 || kProducts == Products::int4_by_group;
   constexpr bool kByGroup = kProducts == Products::int8_by_group || kProducts == Products::int4_by_group;
   constexpr bool kZeros = kInt4 || (kByGroup && V::kBiasedInt8);
+  // One zero point for all codes is taken off before the products are added.
+  constexpr bool kTakesOffFirst = kProducts == Products::int8_by_group && V::kBiasedInt8;
   const uint32_t* const a = at.a + c.unit * R;
+  const int64_t sums_stride = p->plan.sums_per_row, scales_stride = p->plan.scales_per_row;
+  const int32_t* const row_sums = kInt4 || kTakesOffFirst ? c.sums + at.first * sums_stride : nullptr;
+  const float* const row_scales = kByGroup ? c.row_scale + at.first * scales_stride : nullptr;
   typename V::N acc[R][kVectors];
   TILEWRIGHT_EACH(r, R) {
-    TILEWRIGHT_EACH(v, kVectors) { acc[r][v] = V::zero_int(); });
+    typename V::N start = V::zero_int();
+    if constexpr (kTakesOffFirst) start = V::broadcast(uint32_t(row_sums[r * sums_stride]) * uint32_t(-128));
+    TILEWRIGHT_EACH(v, kVectors) { acc[r][v] = start; });
   });
   const Source<kVectors> source(c, v0);
   for (int64_t q = 0; q < c.columns / 4; ++q) {
@@ -131,29 +138,31 @@ template <class V, int R, template <int> class Source, Products kProducts>
     });
     return;
   }
-  TILEWRIGHT_EACH(v, kVectors) {
-    const int column = (v0 + v) * kLanes;
-    const typename V::N zeros = kInt4 ? V::load_zeros(c.zeros + column) : V::zero_int();
-    const typename V::F scale = kInt4 ? V::load(c.scale + column) : V::zero();
-    TILEWRIGHT_EACH(r, R) {
-      float* const s = static_cast<float*>(at.sum) + r * kBlockN + column;
-      typename V::N dot = acc[r][v];
-      if constexpr (kZeros) {
-        const uint32_t row_sum = uint32_t(c.sums[(at.first + r) * p->plan.sums_per_row]);
+  float* const sums = static_cast<float*>(at.sum) + v0 * kLanes;
+  const auto add = [&](auto is_first) __attribute__((always_inline)) {
+    TILEWRIGHT_EACH(v, kVectors) {
+      const int column = (v0 + v) * kLanes;
+      const typename V::N zeros = kInt4 ? V::load_zeros(c.zeros + column) : V::zero_int();
+      const typename V::F scale = kInt4 ? V::load(c.scale + column) : V::zero();
+      TILEWRIGHT_EACH(r, R) {
+        float* const s = sums + r * kBlockN + v * kLanes;
+        typename V::N dot = acc[r][v];
         if constexpr (kInt4)
-          dot = V::subtract(dot, V::multiply_int(zeros, V::broadcast(row_sum)));
-        else
-          dot = V::subtract(dot, V::broadcast(row_sum * 128));
-      }
-      const typename V::F value = V::to_float(dot), sum = c.first ? V::zero() : V::load(s);
-      if constexpr (kByGroup) {
-        const typename V::F factor = V::broadcast_float(c.row_scale[(at.first + r) * p->plan.scales_per_row]);
-        V::store(s, V::multiply_add(value, kInt4 ? V::multiply(scale, factor) : factor, sum));
-      } else {
-        V::store(s, V::add(sum, V::multiply(value, scale)));
-      }
+          dot = V::subtract(dot, V::multiply_int(zeros, V::broadcast(uint32_t(row_sums[r * sums_stride]))));
+        const typename V::F value = V::to_float(dot), sum = is_first.value ? V::zero() : V::load(s);
+        if constexpr (kByGroup) {
+          const typename V::F factor = V::broadcast_float(row_scales[r * scales_stride]);
+          V::store(s, V::multiply_add(value, kInt4 ? V::multiply(scale, factor) : factor, sum));
+        } else {
+          V::store(s, V::add(sum, V::multiply(value, scale)));
+        }
+      });
     });
-  });
+  };
+  if (c.first)
+    add(Index<1>{});
+  else
+    add(Index<0>{});
 }
 
 template <class V, int R, template <int> class Source>
