@@ -132,6 +132,13 @@ run_options = stacked(
         group=RUNNING,
         help="Delete each file of SOURCE as soon as all that came of it is safely written.",
     ),
+    option(
+        "--ray",
+        metavar="ADDRESS",
+        group=RUNNING,
+        help="Let the machines of this Ray cluster do the work, all of which see SOURCE and OUTPUT; `auto` finds the "
+        "cluster of this machine.",
+    ),
 )
 
 

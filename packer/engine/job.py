@@ -28,6 +28,7 @@ class RunOptions:
         resume: Go on with what an interrupted run left; start afresh if there is nothing.
         overwrite: Remove what an earlier run wrote first.
         consume: Delete each source shard when all that came of it is safely written and recorded.
+        ray: Address of the Ray cluster that does the work ("auto": the one of this machine); None works here alone.
     """
 
     jobs: int | None = None
@@ -36,6 +37,7 @@ class RunOptions:
     resume: bool = False
     overwrite: bool = False
     consume: bool = False
+    ray: str | None = None
 
     def __post_init__(self) -> None:
         check_least("--jobs", self.jobs, 1)

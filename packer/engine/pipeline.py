@@ -12,6 +12,7 @@ from ..checkpoint.files import Checkpoint
 from ..plan import Plan
 from ..progress import Progress, Silent
 from ..records.journal import JOURNAL, PARTIAL, Journal, JournalState, read_journal
+from .cluster import ClusterRun
 from .failures import one_clear_message
 from .identity import different_options, reading
 from .job import Job, RunOptions
@@ -94,7 +95,8 @@ def _run(job: Job, progress: Progress, before: Callable[[], Sequence[str]], perm
         with reading(job.checkpoint):
             notes = tuple(before())
         check_reused(job, journal, progress)
-        written = ShardRun(job, journal, progress, permissions).run()
+        runner = ClusterRun if job.options.ray else ShardRun
+        written = runner(job, journal, progress, permissions).run()
         complete(job, journal, notes, permissions)
         return Result(job, written, notes)
     finally:

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from tilewright.kernels.errors import CheckpointError
-from tilewright.kernels.packed.manifest import FileRecord
 from tilewright.kernels.packed.page_guard import page_guard
-from tilewright.kernels.tensors import TensorSpec
 
-from ..checkpoint.consumed import keep_header
-from ..plan import Copy, Task
+from ..plan import Task
 from ..progress import Progress
-from ..records.atomic import opened, sync_directory
 from ..records.journal import Journal
-from .identity import check_unchanged
+from .commits import Commits
+from .fill import run_task
 from .job import Destination, Job, in_order
 from .permissions import Permissions
-from .resources import source_files, task_memory
+from .resources import task_memory
 from .shards import ShardPlan
 from .workers import Work, Workers
 from .writer import FileWriter
@@ -30,8 +25,23 @@ SYNC_AT = 64 << 20  # bytes that may wait for the disk before it is asked to tak
 SYNC_PERIOD = 0.2  # seconds
 
 
+def unfinished(job: Job, journal: Journal) -> list[tuple[Destination, ShardPlan]]:
+    """The shards that the journal does not name, in the order in which they are written."""
+    return [
+        (one, shard) for one, shard in in_order(job.destinations) if one.path(shard.file) not in journal.state.finished
+    ]
+
+
+def begin_progress(progress: Progress, todo: list[tuple[Destination, ShardPlan]], journal: Journal) -> int:
+    """Tell how many bytes there are to write, and how many there were before; gives the former."""
+    size = sum(shard.size for _, shard in todo)
+    before = sum(record.size for record in journal.state.finished.values())
+    progress.start("writing", before + size, before)
+    return size
+
+
 class ShardRun:
-    """One run over the shards of a job, of all its ranks."""
+    """One run over the shards of a job, of all its ranks, on the CPUs of this machine."""
 
     def __init__(self, job: Job, journal: Journal, progress: Progress, permissions: Permissions) -> None:
         self._checkpoint = job.checkpoint
@@ -44,22 +54,14 @@ class ShardRun:
         self._opening = threading.Lock()
         self._complete: queue.Queue[tuple[Destination, ShardPlan] | None] = queue.Queue()
         self._announced: set[str] = set()
-        self._deleted: set[str] = set()
         self._committed = threading.Condition()
-        self._commits = 0
-        self._todo = [
-            (one, shard)
-            for one, shard in in_order(job.destinations)
-            if one.path(shard.file) not in journal.state.finished
-        ]
-        self._waiting = Counter(file for _, shard in self._todo for file in source_files(shard, self._checkpoint))
+        self._todo = unfinished(job, journal)
+        self._commits = Commits(job, journal, self._todo)
         self._workers = Workers(self._works(), job.workers, job.budget)
 
     def run(self) -> int:
         """Write the shards that the journal does not name; returns how many bytes that were."""
-        size = sum(shard.size for _, shard in self._todo)
-        before = sum(record.size for record in self._journal.state.finished.values())
-        self._progress.start("writing", before + size, before)
+        size = begin_progress(self._progress, self._todo, self._journal)
         committer = threading.Thread(target=self._commit_all)
         committer.start()
         try:
@@ -72,9 +74,7 @@ class ShardRun:
             for writer in self._writers.values():
                 writer.close()
         self._workers.check()
-        if self._consume:
-            for file in self._checkpoint.headers:
-                self._delete_source(file)
+        self._commits.close()
         return size
 
     def _works(self) -> Iterator[Work]:
@@ -84,43 +84,12 @@ class ShardRun:
 
     def _run_task(self, number: int, one: Destination, shard: ShardPlan, task: Task) -> None:
         writer = self._open(number, one, shard)
-        files = {self._checkpoint.files[source.name] for source in task.sources}
-        try:
-            if isinstance(task.step, Copy):
-                self._copy(writer, shard, task)
-            else:
-                self._compute(writer, shard, task)
-            if lost := self._lost_pages():
-                raise CheckpointError(
-                    f"{lost} pages of {', '.join(sorted(files))} could not be read",
-                    hint="the disk or the network of the source fails; use --resume when it is well again",
-                )
-        except Exception:  # numbers that make no sense may be those of a file that is being written
-            check_unchanged(self._checkpoint, files)
-            raise
+        run_task(self._checkpoint, writer, shard, task, self._lost_pages)
         self._announce(one, shard, writer)
-
-    def _copy(self, writer: FileWriter, shard: ShardPlan, task: Task) -> None:
-        for source, piece in zip(task.sources, task.pieces, strict=True):
-            path, start, size = self._checkpoint.extent(source)
-            assert size == piece.spec.nbytes, f"{source} has {size} bytes, {piece} is planned"
-            with opened(path) as fd:
-                writer.copy(shard.offsets[piece.name] + piece.offset, fd, start, size, path)
-
-    def _compute(self, writer: FileWriter, shard: ShardPlan, task: Task) -> None:
-        given = dict(task.run([self._checkpoint.tensor(source) for source in task.sources]))
-        for source in task.sources:
-            self._checkpoint.forget(source)
-        for piece in task.pieces:
-            tensor = given.pop(piece.name)
-            got = TensorSpec.of(tensor)
-            assert got == piece.spec, f"{piece.name}: {piece.spec} is planned, {task.step} gives {got}"
-            writer.write(shard.offsets[piece.name] + piece.offset, tensor.contiguous())
-        assert not given, f"{task.step} also gives {sorted(given)}, which is not planned"
 
     def _open(self, number: int, one: Destination, shard: ShardPlan) -> FileWriter:
         with self._committed:  # without room for more, files are finished before the next but one is begun
-            while self._consume and number - self._commits > 1 and not self._workers.stopped:
+            while self._consume and number - self._commits.count > 1 and not self._workers.stopped:
                 self._committed.wait(timeout=1)
         with self._opening:
             file = one.path(shard.file)
@@ -161,27 +130,6 @@ class ShardRun:
             writer.sync()
 
     def _commit(self, one: Destination, shard: ShardPlan) -> None:
-        file = one.path(shard.file)
-        sources = source_files(shard, self._checkpoint)
-        check_unchanged(self._checkpoint, sources)
-        digest = self._writers[file].finish()
-        sync_directory((self._journal.folder / file).parent)
-        self._journal.record(file, FileRecord(shard.size, digest))
-        for source in sources:
-            self._waiting[source] -= 1
-            if self._consume and self._waiting[source] == 0:
-                self._delete_source(source)
+        self._commits.add(one, shard, self._writers[one.path(shard.file)].finish)
         with self._committed:
-            self._commits += 1
             self._committed.notify_all()
-
-    def _delete_source(self, file: str) -> None:
-        """Delete a source shard of which all that came of it, for every rank, is in the journal."""
-        header = self._checkpoint.headers[file]
-        if file in self._checkpoint.gone or file in self._deleted:
-            return
-        check_unchanged(self._checkpoint, [file], headers=True)
-        keep_header(self._checkpoint.root, file, header)
-        self._journal.consume(file)
-        header.path.unlink()
-        self._deleted.add(file)
