@@ -69,6 +69,8 @@ def engine_parameters(packed: PackedCheckpoint, engine: Engine) -> Iterator[tupl
 
 def _why_not(name: str, spec: ModuleSpec) -> str | None:
     """Why an engine's kernels cannot run a module, whose sizes they take unpadded."""
+    if any(spec.leading):
+        return f"{name}: its share begins inside a block of scales, which only the bundled kernels run"
     *_, n, k = spec.shape
     rows = n // spec.parts
     unit = 16 if spec.layout.id == "cpu-vnni-bf16" and len(spec.shape) == 2 else BLOCK_N

@@ -149,6 +149,19 @@ class Task:
             raise SchemeError(reason, hint=error.hint) from None
 
 
+@dataclass(frozen=True)
+class Degree:
+    """Whether a model may be cut into `size` parts.
+
+    Attributes:
+        size: Number of parts.
+        reason: Why not; None if it may.
+    """
+
+    size: int
+    reason: str | None
+
+
 FateKind = Literal["quantized", "dequantized", "packed", "copied", "dropped"]
 
 
@@ -183,6 +196,8 @@ class Plan:
         stale_files: Side files of the source that would be wrong beside the output, and are not copied.
         rejects: Reasons to refuse; a plan with any is never executed.
         notes: Things worth telling that are no reason to refuse.
+        tensor_parallel: For a packed output: into how many shares it can be cut; None where nobody asked.
+        expert_parallel: The same for experts that are dealt to ranks; empty for a dense model.
         memory: Bytes that what comes before the tasks needs, by estimate: a calibration.
     """
 
@@ -197,4 +212,6 @@ class Plan:
     stale_files: tuple[str, ...] = ()
     rejects: tuple[Reject, ...] = ()
     notes: tuple[str, ...] = ()
+    tensor_parallel: tuple[Degree, ...] | None = None
+    expert_parallel: tuple[Degree, ...] = ()
     memory: int = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,13 @@ from tilewright.kernels.packed.safetensors_file import DTYPE_NAMES
 from tilewright.kernels.tensors import TensorSpec
 
 from .checkpoint import detect_weights
+from .checkpoint.encoding import StoredWeight
 from .checkpoint.packed import config_before_packing
 from .engine.job import Destination, Job
 from .estimate import compute_seconds
 from .folding import pattern, with_ranges
-from .pack.parallel import Degree, described, expert_parallel, tensor_parallel
-from .plan import Fate, Plan
+from .pack.parallel import described, expert_parallel, tensor_parallel
+from .plan import Degree, Fate, Plan
 
 
 @dataclass(frozen=True)
@@ -146,10 +147,16 @@ def summarize(job: Job, one: Destination, *, timed: bool = False) -> Summary:
         sum(spec.nbytes for spec in plan.tensors.values()),
         len(one.shards),
         job,
-        tuple(tensor_parallel(inventory.weights, plan.config)),
-        tuple(expert_parallel(plan.config)),
+        *_degrees(plan, inventory.weights),
         compute_seconds(plan, job.workers) if timed else None,
     )
+
+
+def _degrees(plan: Plan, weights: Sequence[StoredWeight]) -> tuple[tuple[Degree, ...], tuple[Degree, ...]]:
+    """Tensor- and expert-parallel degrees: those that pack, or those that engines have for a checkpoint."""
+    if plan.tensor_parallel is not None:
+        return plan.tensor_parallel, plan.expert_parallel
+    return tuple(tensor_parallel(weights, plan.config)), tuple(expert_parallel(plan.config))
 
 
 def _groups(plan: Plan, specs: Mapping[str, TensorSpec]) -> Iterable[FateGroup]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ..checkpoint.matrices import Matrix
 from ..families.config import expert_count, has_zero_experts
 from ..families.experts import ExpertSpellings
 from ..families.family import ModelFamily
+from ..families.parallel import ParallelAxes
 from .sharding import RankSlice, rank_slice_of
 
 
@@ -29,12 +30,14 @@ class ModuleGroup:
         experts: For each expert (the only one, for a Linear) the matrices that lie one under the other.
         stacked: Whether the module has a dimension of experts.
         rank_slice: Which share of them this rank holds.
+        leading: Rows and columns of zeros that are put before each share.
     """
 
     name: str
     experts: tuple[tuple[Matrix, ...], ...]
     stacked: bool = False
     rank_slice: RankSlice = RankSlice()
+    leading: tuple[int, int] = (0, 0)
 
     @property
     def parts(self) -> int:
@@ -86,6 +89,23 @@ class ModuleGroup:
             return tuple(names)
         parts = [name.rsplit(".", 2) for name in names]
         return tuple(f"{container}.{{}}.{projection}" for container, _, projection in parts)
+
+
+def shares_of(
+    groups: Sequence[ModuleGroup], fmt: WeightFormat, sharding: RankSharding, axes: ParallelAxes
+) -> list[ModuleGroup]:
+    """A rank's share of each group of a Linear or of experts; the groups as they are where there is no such share."""
+    made = []
+    for group in groups:
+        first = group.experts[0][0]
+        rank_slice = rank_slice_of(_tail(first.module), sharding, axes, group.stacked)
+        if rank_slice.why_not(*first.shape) or len(group.experts) % rank_slice.experts[1]:
+            return list(groups)
+        made.append(replace(group, rank_slice=rank_slice, leading=rank_slice.leading(fmt, *first.shape)))
+    if groups[0].stacked:  # the rows of gate and up are the columns of down
+        inner = max(max(group.leading) for group in made)
+        made = [replace(group, leading=(inner, 0) if group.parts > 1 else (0, inner)) for group in made]
+    return made
 
 
 def split_zero_experts(

@@ -93,25 +93,33 @@ class AbsorbStep(Step):
 
     def run(self, sources: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """The packed tensors by name."""
-        q = self.rank_slice.take(read_codes(self.matrix, sources, self.source))
+        whole = read_codes(self.matrix, sources, self.source)
+        before, _ = self.rank_slice.leading(whole.format, *whole.shape)
+        q = self.rank_slice.take(whole, (before, 0))
         if rotation := self.matrix.stored.rotation:  # nothing rotates what these two are multiplied by
             q = QTensor(BF16, rotation.of(q.dequantize()).to(torch.bfloat16))
-        keys, values = split_heads(q, self.heads)
+        keys, values = split_heads(q, self.heads, before)
         named = {f"{self.prefix}.w_kc.{suffix}": tensor for suffix, tensor in self.layout.pack(keys).items()}
         return named | {f"{self.prefix}.w_vc.{suffix}": tensor for suffix, tensor in self.layout.pack(values).items()}
 
 
-def split_heads(q: QTensor, heads: Heads) -> tuple[QTensor, QTensor]:
-    """`w_kc` [heads, rank, nope] and `w_vc` [heads, value, rank] of a `kv_b_proj` [heads * (nope + value), rank]."""
+def split_heads(q: QTensor, heads: Heads, before: int = 0) -> tuple[QTensor, QTensor]:
+    """`w_kc` [heads, rank, nope] and `w_vc` [heads, value, rank] of a `kv_b_proj` [heads * (nope + value), rank].
+
+    Args:
+        q: The matrix.
+        heads: Sizes of the heads.
+        before: Rows of `q` before the first head.
+    """
     fmt = heads.format(q.format)
     if not fmt.has_scales:
-        rows = q.dequantize().to(torch.bfloat16).reshape(heads.count, heads.nope + heads.value, heads.rank)
+        rows = q.dequantize()[before:].to(torch.bfloat16).reshape(heads.count, heads.nope + heads.value, heads.rank)
         keys, values = rows.split([heads.nope, heads.value], 1)
         return QTensor(fmt, keys.transpose(1, 2).contiguous()), QTensor(fmt, values.contiguous())
     assert q.scales is not None
-    codes = q.codes.view(torch.uint8).reshape(heads.count, heads.nope + heads.value, heads.rank)
+    codes = q.codes[before:].view(torch.uint8).reshape(heads.count, heads.nope + heads.value, heads.rank)
     keys, values = codes.split([heads.nope, heads.value], 1)
-    starts = torch.arange(heads.count) * (heads.nope + heads.value)
+    starts = before + torch.arange(heads.count) * (heads.nope + heads.value)
     steps = torch.arange(-(-heads.nope // fmt.block_n)) * fmt.block_n
     key_rows = (starts[:, None] + steps) // fmt.block_n  # [heads, blocks of a head]
     value_rows = (starts[:, None] + heads.nope + steps) // fmt.block_n

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tilewright.kernels.formats import FORMATS
@@ -12,21 +11,9 @@ from ..checkpoint.encoding import StoredWeight
 from ..families import family_of
 from ..families.config import HEADS, KV_HEADS, expert_count, text_config
 from ..families.parallel import ParallelAxes
+from ..plan import Degree
 
 SIZES = (2, 4, 8, 16, 32)
-
-
-@dataclass(frozen=True)
-class Degree:
-    """Whether a model may be cut into `size` parts.
-
-    Attributes:
-        size: Number of parts.
-        reason: Why not; None if it may.
-    """
-
-    size: int
-    reason: str | None
 
 
 def tensor_parallel(weights: Sequence[StoredWeight], config: Mapping[str, Any]) -> list[Degree]:

@@ -26,9 +26,10 @@ from ..plan import Copy, Fate, Piece, Plan, Source, Task
 from ..quantize.planner import source_specs
 from ..records.manifest import solver_of
 from .activation_scales import reduced_scale
-from .groups import Linear, ModuleGroup, group_experts, join_linears, split_zero_experts, without_gate
+from .degrees import Cuttable, Degrees, forbids_cuts
+from .groups import Linear, ModuleGroup, group_experts, join_linears, shares_of, split_zero_experts, without_gate
 from .latent_attention import AbsorbStep, heads_of
-from .sharding import RankSlice, rank_slice_of, sharding_rejects
+from .sharding import rank_slice_of
 from .steps import PackedPart, PackStep
 from .target import PackTarget, scheme_of, source_layout
 
@@ -69,7 +70,11 @@ class _Planner:
     modules: dict[str, ModuleSpec] = field(default_factory=dict)
     rejects: list[Reject] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    degrees: Degrees = field(init=False)
     formats: dict[Role, set[str]] = field(default_factory=dict)  # quantized formats found for each role
+
+    def __post_init__(self) -> None:
+        self.degrees = Degrees(family_of(self.checkpoint.config), self.checkpoint.config)
 
     @property
     def _axes(self) -> ParallelAxes:
@@ -87,8 +92,9 @@ class _Planner:
         inventory = detect_weights(specs, source.config, source.details)
         self.notes += unknown_model(source.config)
         self.rejects += inventory.rejects
-        self.rejects += sharding_rejects(source.config, specs, self.sharding.tp[1], self.sharding.ep[1])
         matrices = self._matrices(inventory.weights, family)
+        packed = [matrix for matrix in matrices if family.role(matrix.module) in self.target.roles]
+        self.degrees.uncut += forbids_cuts(source.config, specs, packed, family)
         stacks: dict[str, list[Matrix]] = {}
         for matrix in matrices:
             if path := family.experts.find(matrix.module):
@@ -108,6 +114,7 @@ class _Planner:
             else:
                 self._copy(matrix.stored.tensors, ROUTER if role == "router" else KEPT.get(role, role))
         self._pack_tied_head([matrix for matrix in matrices if family.role(matrix.module) == "embedding"])
+        self.rejects += self.degrees.rejects(self.sharding.tp[1], self.sharding.ep[1])
         self._copy((name for name in source.files if name not in self.fates), "no weight of a Linear")
         if not self.modules and not self.rejects:
             reason = f"holds no weight that is packed for {self.target.id}"
@@ -163,13 +170,16 @@ class _Planner:
             },
             rejects=tuple(self.rejects),
             notes=tuple(self.notes),
+            tensor_parallel=self.degrees.tensor_parallel(),
+            expert_parallel=self.degrees.expert_parallel(),
         )
 
     def _join(self, matrices: Iterable[Matrix], family: ModelFamily) -> dict[str, ModuleGroup]:
         """Module of each Linear that is packed together with others -> their group."""
         linears: dict[str, Linear] = {}
         for matrix in matrices:
-            if matrix.alone and family.role(matrix.module) in self.target.roles:
+            is_expert = family.experts.find(matrix.module) is not None  # which is stacked
+            if matrix.alone and not is_expert and family.role(matrix.module) in self.target.roles:
                 fmt = self._format(matrix)
                 if not isinstance(fmt, Reject):
                     bias = self.checkpoint.spec(matrix.bias).dtype if matrix.bias else None
@@ -202,8 +212,8 @@ class _Planner:
 
     def _pack_apart(self, stack: str, matrices: list[Matrix]) -> None:
         """Pack the matrices of experts without a gate as Linears."""
-        if self.sharding.ep[1] > 1:
-            self.rejects.append(Reject(stack, "experts without a gate are packed one by one, and not dealt to ranks"))
+        undealt = "experts without a gate are packed one by one, and not dealt to ranks"
+        self.degrees.cuttable[Cuttable("", (1, 1), len(matrices) // 2, undealt=undealt)] = stack
         if not all(matrix.alone for matrix in matrices):
             self.rejects.append(Reject(stack, "experts without a gate are not packed from stacks", QUANTIZE_HINT))
             return
@@ -283,7 +293,11 @@ class _Planner:
             self.rejects.append(fmt)
             return
         if fmt:
-            groups = [self._cut(group, fmt) for group in groups]
+            for first in (group.experts[0][0] for group in groups):
+                if reason := self.target.why_not_rotated(first.stored.rotation, fmt, first.shape[1]):
+                    self.rejects.append(Reject(first.module, reason))
+            self.degrees.add(groups)
+            groups = shares_of(groups, fmt, self.sharding, self._axes)
         layouts: list[Layout] = []
         for group in groups:
             layout = self.target.layout(role, fmt, group.shape, group.parts) if fmt else None
@@ -293,11 +307,7 @@ class _Planner:
                 layouts.append(layout)
         if not fmt or not layouts:
             reason = f"{weights[0].stored.encoding} stays as it is"
-            if (
-                rank_slice_of(weights[0].module.rpartition(".")[2], self.sharding, self._axes, groups[0].stacked)
-                != RankSlice()
-            ):
-                self.rejects.append(Reject(groups[0].name, f"{reason}, and only packed matrices are cut"))
+            self.degrees.add(groups, packed=False)
             self._copy(dict.fromkeys(name for weight in weights for name in weight.stored.tensors), reason)
         if not fmt or len(layouts) != len(groups):
             return
@@ -309,22 +319,6 @@ class _Planner:
             self.formats.setdefault(role, set()).add(fmt.id)
         elif rounds_to := weights[0].stored.rounds_to:
             self.notes.append(f"{weights[0].module}: float16 is rounded to {rounds_to}, which the kernels read")
-
-    def _cut(self, group: ModuleGroup, fmt: WeightFormat) -> ModuleGroup:
-        """The group with this rank's share of it."""
-        first = group.experts[0][0]
-        rank_slice = rank_slice_of(first.module.rpartition(".")[2], self.sharding, self._axes, group.stacked)
-        n, k = first.shape
-        rotated = self.target.why_not_rotated(first.stored.rotation, fmt, k // rank_slice.columns[1])
-        if reason := rank_slice.why_not(fmt, n, k) or rotated:
-            self.rejects.append(Reject(first.module, reason))
-            return group
-        if len(group.experts) % rank_slice.experts[1]:
-            self.rejects.append(
-                Reject(group.name, f"{len(group.experts)} experts are not {rank_slice.experts[1]} equal shares")
-            )
-            return group
-        return replace(group, rank_slice=rank_slice)
 
     def _tensors(self, matrix: Matrix) -> dict[str, TensorSpec]:
         """Suffix -> specification of all tensors under the matrix's module path but its bias."""
@@ -355,6 +349,7 @@ class _Planner:
             group.joined,
             rotation=first.stored.rotation,
             gating=self._gating if group.stacked and group.parts > 1 else None,
+            leading=group.leading,
         )
         self.modules[group.name] = spec
         outputs = {f"{group.name}.{suffix}": tensor for suffix, tensor in spec.tensors().items()}
@@ -385,7 +380,9 @@ class _Planner:
             for matrix in matrices:
                 sources += [*matrix.sources, *([matrix.bias_source] if matrix.bias_source else [])]
             has_bias = self.modules[group.name].bias_dtype is not None
-            parts.append(PackedPart(group.name, layout, fmt, matrices, has_bias, group.rank_slice, group.parts))
+            parts.append(
+                PackedPart(group.name, layout, fmt, matrices, has_bias, group.rank_slice, group.parts, group.leading)
+            )
             one = replace(self.modules[group.name], shape=group.matrix)
             for suffix, piece in one.tensors().items():
                 offset = (number - group.numbers.start) * piece.nbytes

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from tilewright.kernels.tensors import Reject
 
 from ..checkpoint.files import Checkpoint
-from ..plan import Plan
+from ..plan import Degree, Plan
 from .planner import plan_pack
 from .sharding import sharding_of_rank
 from .target import PackTarget
 
-DEGREES = (1, 2, 4, 8, 16, 32, 64)
-
 
 def plan_ranks(checkpoint: Checkpoint, target: PackTarget, tp: int, ep: int) -> list[Plan]:
     """The plan of every rank of a tensor- and expert-parallel run; if it is refused, with the degrees that are not."""
-    plans = [plan_pack(checkpoint, target, sharding_of_rank(rank, tp, ep)) for rank in range(max(tp, ep))]
-    if plans[0].rejects and not plan_pack(checkpoint, target).rejects:
-        legal = [size for size in DEGREES if not plan_pack(checkpoint, target, sharding_of_rank(0, size, 1)).rejects]
-        dealt = [size for size in DEGREES if not plan_pack(checkpoint, target, sharding_of_rank(0, 1, size)).rejects]
-        hint = f"possible are --tp {', '.join(map(str, legal))}; alone, --ep {', '.join(map(str, dealt))}"
+    plans = [plan_pack(checkpoint, target, sharding_of_rank(0, tp, ep))]
+    if not plans[0].rejects:
+        plans += [plan_pack(checkpoint, target, sharding_of_rank(rank, tp, ep)) for rank in range(1, max(tp, ep))]
+    elif not plan_pack(checkpoint, target).rejects:
+        legal, dealt = _possible(plans[0].tensor_parallel or ()), _possible(plans[0].expert_parallel)
+        hint = f"possible are --tp {legal}; alone, --ep {dealt}"
         asked = Reject(f"--tp {tp} --ep {ep}", "this model cannot be cut so", hint)
         plans[0] = replace(plans[0], rejects=(asked, *plans[0].rejects))
     return plans
+
+
+def _possible(degrees: Sequence[Degree]) -> str:
+    return ", ".join(["1", *(str(degree.size) for degree in degrees if degree.reason is None)])

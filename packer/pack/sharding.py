@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.packed.module_spec import RankSharding
-from tilewright.kernels.tensors import QTensor, Reject, TensorSpec
+from tilewright.kernels.tensors import QTensor
 
-from ..families import family_of
-from ..families.config import HEAD_SIZE, HEADS, KV_HEADS, text_config
-from ..families.parallel import HEAD_NORMS, ParallelAxes
+from ..families.parallel import ParallelAxes
 
 
 @dataclass(frozen=True)
@@ -31,10 +27,26 @@ class RankSlice:
     columns: tuple[int, int] = (0, 1)
     experts: tuple[int, int] = (0, 1)
 
-    def take(self, q: QTensor) -> QTensor:
-        """The share of one matrix [N, K]; a block of scales that is cut in two goes to both sides."""
+    def leading(self, fmt: WeightFormat, n: int, k: int) -> tuple[int, int]:
+        """Rows and columns before the share of a matrix [N, K], back to the edge of a block of scales.
+
+        None where the share lies inside one block: its scales are then a grid of their own.
+        """
+        return (_inside(_range(self.rows, n), fmt.block_n), _inside(_range(self.columns, k), fmt.block_k))
+
+    def take(self, q: QTensor, leading: tuple[int, int] = (0, 0)) -> QTensor:
+        """The share of one matrix [N, K]; a block of scales that is cut in two goes to both sides.
+
+        Args:
+            q: The matrix.
+            leading: Rows and columns of zeros to put before it.
+        """
         if self.rows[1] == self.columns[1] == 1:
             return q
+        share = self._take(q)
+        return with_leading(share, leading) if any(leading) else share
+
+    def _take(self, q: QTensor) -> QTensor:
         n, k = q.shape
         rows, columns = _range(self.rows, n), _range(self.columns, k)
         fmt = q.format
@@ -49,24 +61,54 @@ class RankSlice:
             None if q.zeros is None else q.zeros[grid_rows, grid_columns].contiguous(),
         )
 
-    def take_bias(self, bias: torch.Tensor) -> torch.Tensor:
-        """The share of a bias [N]: where products are added, the first rank's has it and the others' is zero."""
-        mine = bias[_range(self.rows, len(bias))]
-        return torch.zeros_like(mine) if self.columns[0] else mine
+    def take_bias(self, bias: torch.Tensor, leading: int = 0) -> torch.Tensor:
+        """The share of a bias [N]: where products are added, the first rank's has it and the others' is zero.
 
-    def why_not(self, fmt: WeightFormat, n: int, k: int) -> str | None:
+        Args:
+            bias: The bias.
+            leading: Zeros to put before it.
+        """
+        mine = bias[_range(self.rows, len(bias))]
+        mine = torch.zeros_like(mine) if self.columns[0] else mine
+        return torch.cat((mine.new_zeros(leading), mine)) if leading else mine
+
+    def why_not(self, n: int, k: int) -> str | None:
         """Why a matrix [N, K] has no such share, or None if it has one."""
         if n % self.rows[1]:
             return f"{n} rows are not {self.rows[1]} equal shares"
         if k % self.columns[1]:
             return f"{k} columns are not {self.columns[1]} equal shares"
-        share = n // self.rows[1]
-        if self.rows[1] > 1 and fmt.block_n > 1 and share % fmt.block_n and fmt.block_n % share:
-            return f"{share} rows of each share span blocks of {fmt.block_n} that begin elsewhere"
-        share = k // self.columns[1]
-        if self.columns[1] > 1 and fmt.block_k and share % fmt.block_k and fmt.block_k % share:
-            return f"{share} columns of each share span blocks of {fmt.block_k} that begin elsewhere"
         return None
+
+
+def _inside(share: slice, block: int) -> int:
+    """How far inside a block a share begins that does not end in the same one."""
+    if not block or share.start // block == (share.stop - 1) // block:
+        return 0
+    return int(share.start % block)
+
+
+def with_leading(q: QTensor, leading: tuple[int, int]) -> QTensor:
+    """The matrix with rows and columns of zeros before it: they belong to its first blocks, or are blocks of their own.
+
+    Args:
+        q: A matrix [N, K] whose first block of scales reaches back over the zeros, where blocks are larger than 1.
+        leading: How many rows and columns.
+    """
+    rows, columns = leading
+    fmt, (n, k) = q.format, q.codes.shape
+    own = fmt.block_n == 1  # scales of rows of their own
+    codes = torch.full((rows + n, columns + k), fmt.zero_point, dtype=torch.uint8).view(fmt.code_dtype)
+    bits = codes.view(torch.uint8)
+    if q.zeros is not None:
+        bits[rows:, :columns] = q.zeros[:, :1]
+    bits[rows:, columns:] = q.codes.view(torch.uint8)
+    scales, zeros = q.scales, q.zeros
+    if own and scales is not None:
+        scales = torch.cat((scales.new_ones(rows, scales.shape[1]), scales))
+    if own and zeros is not None:
+        zeros = torch.cat((zeros.new_full((rows, zeros.shape[1]), fmt.zero_point), zeros))
+    return QTensor(fmt, codes, scales, zeros)
 
 
 def _range(share: tuple[int, int], size: int) -> slice:
@@ -102,40 +144,3 @@ def rank_slice_of(projection: str, sharding: RankSharding, axes: ParallelAxes, i
     if projection in axes.columns:
         return RankSlice(columns=(number, count), experts=experts)
     return RankSlice(experts=experts)
-
-
-def sharding_rejects(config: Mapping[str, Any], specs: Mapping[str, TensorSpec], tp: int, ep: int) -> Iterable[Reject]:
-    """Why a model as a whole cannot be cut so.
-
-    Args:
-        config: Its config.json.
-        specs: All tensors of the source.
-        tp: Ranks that matrices are cut for.
-        ep: Groups of ranks that experts are dealt to.
-    """
-    text = text_config(config)
-    if tp > 1 and tp % ep:
-        yield Reject("--ep", f"{tp} ranks are not {ep} equal groups", "choose --ep so that it divides --tp")
-    for key in (HEADS, KV_HEADS):
-        count = text.get(key)
-        if isinstance(count, int) and count % tp:
-            yield Reject("config.json", f"{key} = {count} is not {tp} equal shares")
-    if tp == 1:
-        return
-    fused = family_of(config).axes.fused
-    matrices = (_ending_with(fused, name) for name, spec in specs.items() if len(spec.shape) == 2)
-    for module in dict.fromkeys(matrix for matrix in matrices if matrix):
-        yield Reject(module, "holds several matrices in one, and no rule says how to cut it")
-    head, heads = text.get(HEAD_SIZE), text.get(HEADS)
-    for name, spec in specs.items():
-        if name.endswith(HEAD_NORMS) and isinstance(head, int) and spec.shape != (head,):
-            yield Reject(name, f"normalises all heads together: {list(spec.shape)}, head_dim = {head}")
-        if name.rpartition(".")[0].endswith("attn") and spec.shape == (heads,):
-            yield Reject(name, f"has a number for each of {heads} heads, and no rule says how to cut it")
-
-
-def _ending_with(names: Sequence[str], path: str) -> str | None:
-    """The beginning of a path that ends with a part called like one of `names`; None if there is none."""
-    parts = path.split(".")
-    places = [place for place, part in enumerate(parts) if part in names]
-    return ".".join(parts[: places[-1] + 1]) if places else None

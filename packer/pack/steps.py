@@ -31,6 +31,7 @@ class PackedPart:
         biases: Whether the bias of each part follows its tensors.
         rank_slice: Which share of each matrix is packed.
         parts: Equal parts of the packed rows that are padded and scaled each on its own.
+        leading: Rows and columns of zeros that are put before each share.
     """
 
     output: str
@@ -40,6 +41,7 @@ class PackedPart:
     biases: bool = False
     rank_slice: RankSlice = RankSlice()
     parts: int = 1
+    leading: tuple[int, int] = (0, 0)
 
     @property
     def count(self) -> int:
@@ -53,10 +55,10 @@ class PackedPart:
         biases = []
         for matrix in self.matrices:
             codes = read_codes(matrix, [next(remaining) for _ in matrix.sources], self.format)
-            parts.append(self.rank_slice.take(codes))
+            parts.append(self.rank_slice.take(codes, self.leading))
             if self.biases:
                 bias = next(remaining)[slice(*matrix.rows)]
-                biases.append(self.rank_slice.take_bias(bias).to(torch.float32))
+                biases.append(self.rank_slice.take_bias(bias, self.leading[0]).to(torch.float32))
         named = {
             f"{self.output}.{suffix}": tensor
             for suffix, tensor in self.layout.pack(join_rows(parts, self.parts)).items()

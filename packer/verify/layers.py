@@ -108,9 +108,9 @@ class _Float:
     def __post_init__(self) -> None:
         spec, bias = self.module.spec, self.module.bias
         tensors = {
-            suffix: self.module.get_buffer(suffix) for suffix in spec.layout.specs(spec.format, spec.shape, spec.parts)
+            suffix: self.module.get_buffer(suffix) for suffix in spec.layout.specs(spec.format, spec.stored, spec.parts)
         }
-        shape = spec.shape
+        shape = spec.stored
         if self.expert is not None:
             tensors = {suffix: tensor[self.expert : self.expert + 1] for suffix, tensor in tensors.items()}
             shape, bias = (1, *shape[1:]), None if bias is None else bias[self.expert]

@@ -66,6 +66,9 @@ class PackedExperts(nn.Module):
         if w13.kernel is not w2.kernel:
             layouts = f"w13 is in layout `{w13.kernel.id}`, w2 in `{w2.kernel.id}`"
             raise KernelUnavailableError(f"{name}: {layouts}, the kernel needs one for both")
+        if w13.spec.leading[0] != w2.spec.leading[1]:
+            reason = f"{w13.spec.leading[0]} rows of zeros before w13 and {w2.spec.leading[1]} columns before w2"
+            raise KernelUnavailableError(f"{name}: {reason}: their shares do not fit together")
         self.w13 = w13
         self.w2 = w2
         self.activation = activation
@@ -108,7 +111,7 @@ class PackedExperts(nn.Module):
             top_k_index.contiguous(),
             weight13,
             weight2,
-            w2.spec.shape[-1],
+            w2.spec.stored[-1],
             w13_scale=scale13,
             w2_scale=scale2,
             w13_zeros=zeros13,

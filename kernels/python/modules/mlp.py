@@ -79,6 +79,8 @@ def why_not_fused(gate_up: PackedStack | PackedLinear, down: PackedStack | Packe
     upper, lower = gate_up.spec, down.spec
     if gate_up.kernel.device != "cpu" or upper.layout is not lower.layout:
         return f"gate and up are in layout `{upper.layout.id}`, down in `{lower.layout.id}`; the CPU kernel needs one"
+    if any(upper.leading) or any(lower.leading):
+        return "shares that begin inside a block of scales are multiplied one by one"
     if upper.shape != (2 * lower.shape[1], lower.shape[0]):
         return f"gate and up are {list(upper.shape)}, down is {list(lower.shape)}: no MLP"
     if lower.shape[1] % row_unit(upper.format):

@@ -212,6 +212,10 @@ def load_packed(
     headers = _read_headers(root)
     _check_files(root, headers, verify_checksums)
     packed = PackedCheckpoint(root, headers, device, activation_scales)
+    if rank is None and packed.sharding.ranks > 1:
+        share = f"rank {packed.sharding.rank} of {packed.sharding.ranks}"
+        reason = f"holds the share of {share}, whose results are only a part"
+        raise CheckpointError(f"{root}: {reason}", hint=f"say that this is meant: rank={packed.sharding.rank}")
     if rank is not None and packed.sharding.rank != rank:
         raise CheckpointError(f"{root}: holds rank {packed.sharding.rank} of {packed.sharding.ranks}, not rank {rank}")
     if problems := packed.problems():

@@ -121,6 +121,8 @@ class ModuleSpec:
         joined: Rows of each source, if they are Linears that were joined; else empty, and sources are equal parts.
         rotation: What its input is multiplied by before it is quantized; None: nothing.
         gating: Of the upper stack of experts: what follows it; None where the file does not say.
+        leading: Rows of each part and columns, all zero, that are stored before a share that begins inside a block of
+            scales: what is stored begins where the block does, so that the share keeps the scales of the whole.
     """
 
     layout: Layout
@@ -135,6 +137,13 @@ class ModuleSpec:
     joined: tuple[int, ...] = ()
     rotation: Rotation | None = None
     gating: Gating | None = None
+    leading: tuple[int, int] = (0, 0)
+
+    @property
+    def stored(self) -> tuple[int, ...]:
+        """Shape of what is stored: the logical one and its leading zeros."""
+        *lead, n, k = self.shape
+        return (*lead, n + self.parts * self.leading[0], k + self.leading[1])
 
     @property
     def source_rows(self) -> tuple[int, ...]:
@@ -185,9 +194,9 @@ class ModuleSpec:
 
     def tensors(self) -> dict[str, TensorSpec]:
         """Suffix, dtype and shape of each of its tensors, `bias` fp32 [.., N] included."""
-        specs = dict(self.layout.specs(self.format, self.shape, self.parts))
+        specs = dict(self.layout.specs(self.format, self.stored, self.parts))
         if self.bias_dtype is not None:
-            specs["bias"] = TensorSpec(torch.float32, self.shape[:-1])
+            specs["bias"] = TensorSpec(torch.float32, self.stored[:-1])
         return specs
 
     def _why_not_sources(self) -> Reject | None:
@@ -214,8 +223,17 @@ class ModuleSpec:
             return None
         if self.parts > 1 or not 1 < len(self.joined) == len(self.sources) or (sum(self.joined),) != self.shape[:-1]:
             return Reject("joined", f"{list(self.joined)} are not the rows of its {len(self.sources)} sources")
+        if any(self.leading):
+            return Reject("joined", "shares with leading zeros are not joined")
         if any(rows < 1 or rows % unit for rows in self.joined):
             return Reject("joined", f"{list(self.joined)} are no multiples of {unit}")
+        return None
+
+    def _why_not_leading(self) -> Reject | None:
+        """Why such zeros cannot stand before its share, or None if they can."""
+        edge = max(self.format.block_n, self.format.block_k)
+        if any(self.leading) and (not self.whole or max(self.leading) >= edge):
+            return Reject("leading", f"{list(self.leading)}: only a share has zeros before it, fewer than {edge}")
         return None
 
     def why_not_in(self, sharding: RankSharding) -> str | None:
@@ -259,6 +277,8 @@ class ModuleSpec:
             fields["rotation"] = self.rotation.to_json()
         if self.gating:
             fields |= asdict(self.gating)
+        if any(self.leading):
+            fields["leading"] = list(self.leading)
         return fields
 
     @staticmethod
@@ -289,11 +309,12 @@ class ModuleSpec:
                 tuple(whole_number(rows) for rows in fields.get("joined", ())),
                 Rotation.from_json(fields["rotation"]) if "rotation" in fields else None,
                 _gating(fields),
+                _leading(fields),
             )
             if len(spec.shape) not in {2, 3} or spec.parts < 1 or spec.shape[-2] % spec.parts or min(spec.shape) < 1:
                 raise ValueError(f"{spec.parts} parts of shape {list(spec.shape)}")
-            reject = layout.accepts(spec.format, spec.shape, spec.parts) or spec._why_not_joined()
-            reject = reject or spec._why_not_sources()
+            reject = layout.accepts(spec.format, spec.stored, spec.parts) or spec._why_not_joined()
+            reject = reject or spec._why_not_sources() or spec._why_not_leading()
             if spec.rotation:
                 reject = reject or spec.rotation.why_not(spec.format, spec.shape[-1])
         except TilewrightError as error:
@@ -313,6 +334,11 @@ def _gating(fields: Mapping[str, Any]) -> Gating | None:
     if not all(math.isfinite(value) and value > 0 for value in (gating.alpha, gating.limit)):
         raise ValueError(f"alpha {gating.alpha}, limit {gating.limit}")
     return gating
+
+
+def _leading(fields: Mapping[str, Any]) -> tuple[int, int]:
+    rows, columns = fields.get("leading", (0, 0))
+    return whole_number(rows), whole_number(columns)
 
 
 def described_modules(header: Header) -> dict[str, Any]:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tilewright.kernels.formats import BF16, FP8, INT4_G32, INT4_G128, INT8, WeightFormat
 from tilewright.kernels.modules import PackedExperts
@@ -16,8 +20,10 @@ from tilewright.kernels.packed.module_spec import RankSharding
 from tilewright.kernels.tensors import QTensor, TensorSpec
 from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import execute
+from tilewright.packer.families import family_of
+from tilewright.packer.pack.degrees import Degrees, forbids_cuts
 from tilewright.packer.pack.ranks import plan_ranks
-from tilewright.packer.pack.sharding import RankSlice, sharding_of_rank, sharding_rejects
+from tilewright.packer.pack.sharding import RankSlice, sharding_of_rank
 from tilewright.packer.pack.target import CpuTarget
 
 Call = Callable[..., Path]
@@ -46,29 +52,48 @@ def test_shares_joined_are_the_whole(fmt: WeightFormat, n: int, k: int, count: i
     q = weight(fmt, n, k)
     for axis, kind in ((0, "rows"), (1, "columns")):
         shares = [RankSlice(**{kind: (number, count)}) for number in range(count)]
-        assert all(share.why_not(fmt, n, k) is None for share in shares)
+        assert all(share.why_not(n, k) is None for share in shares)
         joined = torch.cat([share.take(q).dequantize() for share in shares], axis)
         assert torch.equal(joined, q.dequantize())
 
 
 @pytest.mark.parametrize(
-    ("fmt", "n", "k", "share", "reason"),
+    ("n", "k", "share", "reason"),
     [
-        (BF16, 7, 8, RankSlice(rows=(0, 2)), "7 rows are not 2 equal shares"),
-        (BF16, 8, 9, RankSlice(columns=(1, 2)), "9 columns are not 2 equal shares"),
-        (FP8, 192, 128, RankSlice(rows=(1, 2)), "96 rows of each share span blocks of 128 that begin elsewhere"),
-        (FP8, 128, 384, RankSlice(columns=(0, 2)), "192 columns of each share span blocks of 128 that begin elsewhere"),
-        (
-            INT4_G128,
-            8,
-            192,
-            RankSlice(columns=(0, 2)),
-            "96 columns of each share span blocks of 128 that begin elsewhere",
-        ),
+        (7, 8, RankSlice(rows=(0, 2)), "7 rows are not 2 equal shares"),
+        (8, 9, RankSlice(columns=(1, 2)), "9 columns are not 2 equal shares"),
+        (192, 128, RankSlice(rows=(1, 2)), None),
+        (8, 704, RankSlice(columns=(3, 4)), None),
     ],
 )
-def test_impossible_shares(fmt: WeightFormat, n: int, k: int, share: RankSlice, reason: str) -> None:
-    assert share.why_not(fmt, n, k) == reason
+def test_impossible_shares(n: int, k: int, share: RankSlice, reason: str | None) -> None:
+    assert share.why_not(n, k) == reason
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from((FP8, INT4_G32, INT4_G128, INT8, BF16)), st.integers(1, 90), st.integers(1, 90), st.integers(2, 9)
+)
+def test_shares_keep_the_scales_of_the_whole(fmt: WeightFormat, rows: int, columns: int, count: int) -> None:
+    """Whatever the widths: what is stored of a share, without its zeros, is that part of the whole to the bit."""
+    n, k = rows * count, columns * count
+    for asymmetric in {False, fmt.zero_point > 0}:
+        q = weight(fmt, n, k)
+        if asymmetric:
+            q = replace(q, zeros=torch.randint(0, 16, (n, fmt.scale_columns(k)), dtype=torch.uint8))
+        for axis, kind in ((0, "rows"), (1, "columns")):
+            parts = []
+            for number in range(count):
+                share = RankSlice(**{kind: (number, count)})
+                leading = share.leading(fmt, n, k)
+                stored = share.take(q, leading)
+                assert stored.scales is None or stored.scales.shape[1] == fmt.scale_columns(stored.shape[1])
+                assert stored.scales is None or stored.scales.shape[0] == fmt.scale_rows(stored.shape[0])
+                values = stored.dequantize()
+                assert not values[: leading[0]].any()
+                assert not values[:, : leading[1]].any()
+                parts.append(values[leading[0] :, leading[1] :])
+            assert torch.equal(torch.cat(parts, axis), q.dequantize())
 
 
 def test_biases_are_added_once() -> None:
@@ -85,12 +110,21 @@ def test_cuts_of_ranks() -> None:
     assert [sharding_of_rank(rank, 4, 2).ep for rank in range(4)] == [(0, 2), (0, 2), (1, 2), (1, 2)]
 
 
+def degrees(config: dict[str, Any]) -> Degrees:
+    return Degrees(family_of(config), config)
+
+
 def test_models_that_cannot_be_cut() -> None:
     config = {"num_attention_heads": 6, "num_key_value_heads": 2}
-    assert [str(reject) for reject in sharding_rejects(config, {}, 4, 3)] == [
-        "--ep: 4 ranks are not 3 equal groups; choose --ep so that it divides --tp",
+    assert [str(reject) for reject in degrees(config).rejects(4, 3)] == [
+        "--ep: 4 ranks are not 3 equal groups; choose --ep so that it divides --tp"
+    ]
+    assert [str(reject) for reject in degrees(config).rejects(4, 1)] == [
         "config.json: num_attention_heads = 6 is not 4 equal shares",
         "config.json: num_key_value_heads = 2 is not 4 equal shares",
+    ]
+    assert [str(reject) for reject in degrees(config).rejects(1, 2)] == [
+        "--ep: there are no routed experts to deal to ranks; cut a dense model with --tp alone"
     ]
 
 
@@ -108,8 +142,7 @@ def test_matrices_and_numbers_that_no_rule_cuts() -> None:
         "model.layers.1.mlp.experts.gate_up_proj_bias": (4, 128),
     }
     specs = {name: TensorSpec(torch.bfloat16, shape) for name, shape in shapes.items()}
-    assert list(sharding_rejects(config, specs, 1, 2)) == []
-    assert [reject.name for reject in sharding_rejects(config, specs, 2, 1)] == [
+    assert [reject.name for reject in forbids_cuts(config, specs, (), family_of(config))] == [
         "model.layers.0.self_attn.qkv_proj",
         "model.layers.0.mlp.gate_up_proj",
         "model.layers.0.self_attn.q_norm.weight",
