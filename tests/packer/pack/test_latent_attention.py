@@ -49,7 +49,7 @@ def test_attention_in_the_latent_space(scheme: str, tp: int, quantized: Call, un
     target = CpuTarget(absorbs=True)
     plans = [plan_pack(checkpoint, target)] if tp == 1 else plan_ranks(checkpoint, target, tp, 1)
     execute(plans[-1], checkpoint, tmp_path / "packed")
-    packed = load_packed(tmp_path / "packed", ranks - 1 if ranks > 1 else None)
+    packed = load_packed(tmp_path / "packed", tp - 1 if tp > 1 else None)
     path, heads, nope, value, rank = "model.layers.1.self_attn", 4 // tp, 64, 64, 128
     latent = torch.randn(7, rank).to(torch.bfloat16)
     query = torch.randn(heads, 5, nope).to(torch.bfloat16)
