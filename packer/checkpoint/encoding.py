@@ -21,6 +21,7 @@ from .declared import DeclaredNumbers, QuantMethod
 from .details import NOTHING, Details
 
 # Tensors beside a weight that no encoding needs for its values: scales of activations.
+FEW_BITS_OF_GGUF = tuple(f"GGUF-{kind}" for kind in ("Q1", "Q2", "Q3", "Q4", "Q5", "IQ", "TQ", "MXFP4", "NVFP4"))
 ACTIVATION_SUFFIXES = ("input_scale", "input_zero_point", "activation_scale")
 
 
@@ -149,12 +150,22 @@ class StoredWeight:
     @property
     def few_bits(self) -> bool:
         """Whether a second quantization to 4 bits would lose about as much again as the first."""
-        return self.encoding.startswith(("int1", "int2", "int3", "int4", "MXFP4", "NVFP4", "NF4", "FP4", "GGUF"))
+        return self.encoding.startswith((
+            "int1",
+            "int2",
+            "int3",
+            "int4",
+            "MXFP4",
+            "NVFP4",
+            "NF4",
+            "FP4",
+            *FEW_BITS_OF_GGUF,
+        ))
 
     @property
     def quantized(self) -> bool:
         """Whether the source holds it in fewer than 16 bits."""
-        return len(self.tensors) > 1
+        return len(self.tensors) > 1 or self.foreign
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from ..plan import Source
 from .consumed import kept_files
 from .declared import quantization_config
 from .details import Details
+from .gguf_file import SUFFIX, gguf_files, is_gguf, parts_of, read_gguf
 from .hub import download, is_hub_id
 from .shard_index import Shards, find_shards, read_headers
 from .side_files import find_side_files
@@ -86,6 +87,12 @@ class Checkpoint:
         self.described_by.add(name)
         return self.tensor(Source(name)).clone()
 
+    @property
+    def beyond_headers(self) -> str:
+        """What was read of it beside headers of safetensors, which `--consume` could not keep; empty if nothing."""
+        files = [file for file, header in self.headers.items() if is_gguf(header)]
+        return min((*self.described_by, *files), default="")
+
     def forget(self, source: Source) -> None:
         """Give back the memory into which the pages of `source` were mapped; they are read again when needed."""
         _, start, size = self.extent(source)
@@ -102,7 +109,7 @@ def open_checkpoint(source: str | Path, *, consumed: bool = False, indexed: bool
     """Read everything about a checkpoint but its weights.
 
     Args:
-        source: A directory, one .safetensors file, or a hub id `org/name[@revision]`, which is downloaded first.
+        source: A directory, one .safetensors or .gguf file, or a hub id `org/name[@revision]`, downloaded first.
         consumed: Do without shards that an earlier run has used up (`--consume`): their headers were kept.
         indexed: Let the index say which shard holds what; otherwise the shards do, all that are there.
 
@@ -129,9 +136,11 @@ def _open(source: str | Path, consumed: bool, indexed: bool) -> Checkpoint:
             )
         path = download(source)
     if path.is_file():
-        return _open_file(path, consumed)
+        return _open_gguf(path.parent, parts_of(path)) if path.suffix == SUFFIX else _open_file(path, consumed)
     if not path.is_dir():
         raise CheckpointError(f"{path}: neither a directory nor a .safetensors file")
+    if not any(path.glob("*.safetensors*")) and not kept_files(path) and (files := gguf_files(path)):
+        return _open_gguf(path, files)
     return _open_directory(path, consumed, indexed)
 
 
@@ -145,7 +154,8 @@ QUANTIZATION_FILES = {
 
 def _open_file(path: Path, consumed: bool) -> Checkpoint:
     if path.suffix != ".safetensors":
-        raise CheckpointError(f"{path}: not a .safetensors file", hint="name the directory or a .safetensors file")
+        hint = "name the directory, or a .safetensors or .gguf file"
+        raise CheckpointError(f"{path}: not a .safetensors file", hint=hint)
     notes: tuple[str, ...] = ()
     config: dict[str, Any] = {}
     stamps: dict[Path, FileStamp] = {}
@@ -160,6 +170,19 @@ def _open_file(path: Path, consumed: bool) -> Checkpoint:
     else:
         notes = (f"{path.name}: no config.json beside it, so nothing is known about the architecture",)
     return Checkpoint(path.parent, config, headers, dict.fromkeys(header.specs, path.name), (), gone, stamps, notes)
+
+
+def _open_gguf(root: Path, files: list[Path]) -> Checkpoint:
+    stamps: dict[Path, FileStamp] = {}
+    config = _read_config(root, stamps) if (root / "config.json").exists() else {}
+    model = read_gguf(files, config)
+    problems: list[str] = []
+    side, notes = find_side_files(root, set(model.headers), problems)
+    if problems:
+        raise CheckpointError(f"{root}: {problems[0]}")
+    stamps |= {root / path: FileStamp.of((root / path).stat()) for path in side}
+    shards = {name: file for file, header in model.headers.items() for name in header.specs}
+    return Checkpoint(root, model.config, model.headers, shards, side, stamps=stamps, notes=(*model.notes, *notes))
 
 
 def _open_directory(root: Path, consumed: bool, indexed: bool) -> Checkpoint:

@@ -62,7 +62,7 @@ def find_shards(root: Path, consumed: bool, problems: list[str], *, indexed: boo
     present = sorted({*present, *(name for name in kept_files(root) if "/" not in name)})
     if index is None:
         if not present:
-            hint = "weights in other formats (.bin, .gguf) have to be converted to safetensors first"
+            hint = "weights in other formats (.bin, .pt) have to be converted to safetensors first"
             raise CheckpointError(f"{root}: no .safetensors file", hint=hint)
         headers = read_headers(root, present, consumed, problems)
         return Shards(headers, _files_without_index(headers, problems), tuple(_download_notes(root, headers)))

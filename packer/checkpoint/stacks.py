@@ -92,7 +92,7 @@ def decide(
             votes[False].tensors[0],
             f"is {list(votes[False].shape)} with hidden_size = {hidden}: not transposed, as --experts-transposed says",
         )
-    if not votes and not transposed and order is None:
+    if not votes and not transposed and order is None and not all(stack.foreign for stack in stacks):
         return Reject(
             first.tensors[0],
             f"is {list(first.shape)} with hidden_size = {hidden}: shapes do not tell rows from columns",

@@ -11,9 +11,10 @@ from typing import Any
 import tilewright
 from tilewright.kernels.errors import CheckpointError
 from tilewright.kernels.packed.page_guard import page_guard
-from tilewright.kernels.packed.safetensors_file import DTYPE_NAMES, read_header
+from tilewright.kernels.packed.safetensors_file import DTYPE_NAMES
 
 from ..checkpoint.files import Checkpoint
+from ..checkpoint.gguf_file import read_again
 from ..plan import Plan
 from ..records.journal import Identity
 
@@ -75,7 +76,7 @@ def check_unchanged(
             continue
         if reason := header.stamp.difference(header.path):
             changed.append(f"{header.path} {reason}")
-        elif headers and read_header(header.path).digest != header.digest:
+        elif headers and read_again(header) != header.digest:
             changed.append(f"{header.path} has another header")
     for path, stamp in checkpoint.stamps.items() if files is None else ():
         if reason := stamp.difference(path):

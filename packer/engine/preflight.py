@@ -189,8 +189,7 @@ def _check_places(checkpoint: Checkpoint, root: Path, directories: list[Path], o
         return [f"{root}: not a directory" if place == target else f"{root}: {place} is not a directory"]
     if options.consume and any(header.path.is_symlink() for header in checkpoint.headers.values()):
         problems.append(f"{checkpoint.root}: --consume deletes files, these are links into a cache; leave it out")
-    if options.consume and checkpoint.described_by:
-        name = min(checkpoint.described_by)
+    if options.consume and (name := checkpoint.beyond_headers):
         problems.append(f"{checkpoint.root}: --consume needs a source that headers describe; `{name}` is read too")
     return problems + _check_content(root, directories, options)
 

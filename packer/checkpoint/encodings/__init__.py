@@ -8,6 +8,7 @@ from ..encoding import Encoding
 from .awq import AWQ
 from .bitsandbytes import BNB_4BIT, BNB_8BIT
 from .fp4 import DEEPSEEK_FP4, FP4_PACKED, GPT_OSS, MODELOPT_FP4
+from .gguf import GGUF
 from .gptq import GPTQ
 from .hqq import HQQ
 from .mlx import MLX
@@ -28,6 +29,7 @@ ENCODINGS: Registry[Encoding] = Registry(
         GPT_OSS,
         AWQ,
         GPTQ,
+        GGUF,
         BNB_4BIT,
         BNB_8BIT,
         HQQ,
