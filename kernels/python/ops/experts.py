@@ -19,6 +19,10 @@ from . import fakes
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh", "clamped_swiglu")
 _FUSED_EXPERTS, _FUSED_EXPERTS_OUT = torch.ops.tilewright.fused_experts.default, torch.ops.tilewright.fused_experts.out
 _FUSED_MLP, _FUSED_MLP_OUT = torch.ops.tilewright.fused_mlp.default, torch.ops.tilewright.fused_mlp.out
+# The last arguments where all are at their defaults: then they are left out, for torch looks for an override in every
+# argument that it is given, which takes longer than to fill in a default.
+USUAL_EXPERTS = tuple(argument.default_value for argument in _FUSED_EXPERTS._schema.arguments[12:])
+USUAL_MLP = tuple(argument.default_value for argument in _FUSED_MLP._schema.arguments[12:])
 
 
 def fused_experts(
@@ -78,7 +82,7 @@ def fused_experts(
     Raises:
         RuntimeError: A shape, dtype or activation is not one of these; the message names it.
     """
-    arguments = (
+    tensors = (
         x,
         topk_weights,
         topk_ids,
@@ -91,16 +95,10 @@ def fused_experts(
         w2_zeros,
         w13_bias,
         w2_bias,
-        activation,
-        alpha,
-        limit,
-        routed_scale,
-        int8_activations,
-        first_expert,
-        activation_group,
-        w13_rotation,
-        w2_rotation,
     )
+    gating = activation, alpha, limit, routed_scale
+    rest = (*gating, int8_activations, first_expert, activation_group, w13_rotation, w2_rotation)
+    arguments = tensors if rest == USUAL_EXPERTS else (*tensors, *rest)
     if out is not None:
         _FUSED_EXPERTS_OUT(*arguments, out=out)
         return out
@@ -165,7 +163,7 @@ def fused_mlp(
     Raises:
         RuntimeError: A shape, dtype or activation is not one of these; the message names it.
     """
-    arguments = (
+    tensors = (
         x,
         w13,
         w2,
@@ -178,15 +176,10 @@ def fused_mlp(
         w2_bias,
         fused_out,
         gate,
-        fused_scale,
-        activation,
-        alpha,
-        limit,
-        int8_activations,
-        activation_group,
-        w13_rotation,
-        w2_rotation,
     )
+    gating = fused_scale, activation, alpha, limit
+    rest = (*gating, int8_activations, activation_group, w13_rotation, w2_rotation)
+    arguments = tensors if rest == USUAL_MLP else (*tensors, *rest)
     if out is not None:
         _FUSED_MLP_OUT(*arguments, out=out)
         return out

@@ -70,10 +70,12 @@ def linear_int8(
     Returns:
         [..., n] in the dtype of `x`; `out` if that is given.
     """
+    # Torch looks for an override in every argument that it is given, which takes longer than to fill in a default.
+    rest = (activation_group, rotation) if activation_group or rotation else ()
     if out is not None:
-        _LINEAR_INT8_OUT(x, weight, scale, n, bias, activation_group, rotation, out=out)
+        _LINEAR_INT8_OUT(x, weight, scale, n, bias, *rest, out=out)
         return out
-    result: Tensor = _LINEAR_INT8(x, weight, scale, n, bias, activation_group, rotation)
+    result: Tensor = _LINEAR_INT8(x, weight, scale, n, bias, *rest)
     return result
 
 
@@ -130,10 +132,12 @@ def linear_int4(
     Returns:
         [..., n] in the dtype of `x`; `out` if that is given.
     """
+    is_usual = int8_activations and not activation_group and not rotation
+    rest = () if is_usual else (int8_activations, activation_group, rotation)  # as in `linear_int8`
     if out is not None:
-        _LINEAR_INT4_OUT(x, weight, zeros, scale, n, bias, int8_activations, activation_group, rotation, out=out)
+        _LINEAR_INT4_OUT(x, weight, zeros, scale, n, bias, *rest, out=out)
         return out
-    result: Tensor = _LINEAR_INT4(x, weight, zeros, scale, n, bias, int8_activations, activation_group, rotation)
+    result: Tensor = _LINEAR_INT4(x, weight, zeros, scale, n, bias, *rest)
     return result
 
 
