@@ -24,23 +24,29 @@ class _Batch:
     calls: list[list[list[Call]]]  # [side][layer][step]
 
 
-class _Drift:
-    """Sums up the distance of hidden states over batches."""
+class Drift:
+    """Sums up the distance of hidden states over batches.
+
+    Attributes:
+        tokens: How many were added.
+    """
 
     def __init__(self) -> None:
         self._error = self._norm = self._cosine = 0.0
-        self._tokens = 0
+        self.tokens = 0
 
     def add(self, reference: torch.Tensor, candidate: torch.Tensor) -> None:
+        """Add the hidden states [.., H] of the two sides."""
         ours, theirs = reference.to(torch.float32), candidate.to(torch.float32)
         self._error += float((ours - theirs).square().sum(dtype=torch.float64))
         self._norm += float(ours.square().sum(dtype=torch.float64))
         self._cosine += float(torch.cosine_similarity(ours, theirs, dim=-1).sum(dtype=torch.float64))
-        self._tokens += ours[..., 0].numel()
+        self.tokens += ours[..., 0].numel()
 
     def result(self, layer: int) -> LayerDrift:
+        """The distance over all that was added, as that of layer `layer`."""
         relative = (self._error / self._norm) ** 0.5 if self._norm else float(self._error > 0)
-        return LayerDrift(layer, relative, self._cosine / self._tokens)
+        return LayerDrift(layer, relative, self._cosine / self.tokens)
 
 
 def compare_models(
@@ -114,7 +120,7 @@ def _advance(sides: tuple[StreamedModel, ...], layer: int, batches: list[_Batch]
         with side.layer(layer) as run:
             for batch in batches:
                 batch.hidden[index] = run(batch.hidden[index], batch.calls[index][layer])
-    drift = _Drift()
+    drift = Drift()
     for batch in batches:
         drift.add(*batch.hidden[:2])
     return drift.result(layer)

@@ -18,10 +18,16 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
+from tilewright.kernels.errors import VerifyError
+
 from ..malloc_trim import return_freed_pages
 
 Visit = Callable[[nn.Module, str], None]
 """Acts on a module that is found under a dotted path of the model."""
+
+
+class NotStreamableError(VerifyError):
+    """The layers of a model do not run one at a time: something beside the hidden states goes from one to another."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +51,41 @@ class _Probe(nn.Module):
         self._index = index
         self.calls: list[Call] = []
         self.given: torch.Tensor | None = None
+        self.before: _Probe | None = None
+        self.result: torch.Tensor | None = None
         for name in ("attention_type", "layer_type"):  # models that mix kinds of attention read them
             if hasattr(layer, name):
                 setattr(self, name, getattr(layer, name))
 
-    def forward(self, hidden: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    def forward(self, hidden: torch.Tensor, *others: Any, **kwargs: Any) -> torch.Tensor:
         if self.given is not None:
             return self.given
+        if others or not isinstance(hidden, torch.Tensor):
+            raise NotStreamableError("its layers are called with more than hidden states by position")
+        if self.before is not None and hidden is not self.before.result:
+            raise NotStreamableError("what a layer gives does not go to the next one as it is")
         self.calls.append(Call(hidden.shape[1], kwargs))
         for value in kwargs.values():
-            if isinstance(value, DynamicCache):  # keys without content, so that the next call sees the right length
-                blank = hidden.new_zeros(1, 1, hidden.shape[1], 1)
-                value.update(blank, blank, self._index)
-        return hidden
+            if isinstance(value, DynamicCache):
+                self._mark(value, hidden)
+        self.result = hidden.view_as(hidden)
+        return self.result
+
+    def _mark(self, cache: DynamicCache, hidden: torch.Tensor) -> None:
+        """Let a cache look as after this layer: keys without content, so that the next call sees the right length."""
+        layer: Any = cache.layers[self._index] if self._index < len(cache.layers) else None
+        if hasattr(layer, "has_previous_state"):
+            layer.has_previous_state = dict.fromkeys(layer.has_previous_state, True)
+        if layer is None or hasattr(layer, "update"):
+            blank = hidden.new_zeros(1, 1, hidden.shape[1], 1)
+            cache.update(blank, blank, self._index)
+
+
+class _Elsewhere:
+    """Stands in a cache for the layers of others, which the one that runs must not need."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise NotStreamableError(f"a layer asks for `{name}` of another layer's cache")
 
 
 class StreamedModel:
@@ -72,10 +100,14 @@ class StreamedModel:
 
     def __init__(self, model: PreTrainedModel, fill: Visit, empty: Visit) -> None:
         self._model, self._fill, self._empty = model.eval(), fill, empty
-        self._decoder = model.get_decoder()
+        self._decoder: Any = model.get_decoder()
+        if not isinstance(getattr(self._decoder, "layers", None), nn.ModuleList) or model.config.is_encoder_decoder:
+            raise NotStreamableError(f"{type(model).__name__} has no list of decoder layers")
         path = next(name for name, module in model.named_modules() if module is self._decoder)
         self._layers = [(f"{path}.layers.{index}", layer) for index, layer in enumerate(self._decoder.layers)]
         self._probes = [_Probe(layer, index) for index, (_, layer) in enumerate(self._layers)]
+        for probe, before in zip(self._probes[1:], self._probes[:-1], strict=True):
+            object.__setattr__(probe, "before", before)  # no child of it
         self._decoder.layers = nn.ModuleList(self._probes)
         fill(model, "")
         names = inspect.signature(self._decoder.forward).parameters
@@ -123,11 +155,13 @@ class StreamedModel:
         self._fill(layer, path)
 
         def run(hidden: torch.Tensor, calls: Sequence[Call]) -> torch.Tensor:
-            cache = DynamicCache(config=self._model.config)
+            cache = self._cache_of(index)
             outputs = []
             for part, call in zip(hidden.split([call.length for call in calls], dim=1), calls, strict=True):
                 kwargs = {k: cache if isinstance(v, DynamicCache) else v for k, v in call.kwargs.items()}
                 output = layer(part, **kwargs)
+                if isinstance(output, tuple) and len(output) != 1:
+                    raise NotStreamableError("its layers give more than hidden states")
                 outputs.append(output[0] if isinstance(output, tuple) else output)
             return torch.cat(outputs, dim=1)
 
@@ -136,6 +170,13 @@ class StreamedModel:
         finally:
             self._empty(layer, path)
             return_freed_pages()
+
+    def _cache_of(self, index: int) -> DynamicCache:
+        """A cache for one layer; what asks it for others is refused."""
+        cache = DynamicCache(config=self._model.config)
+        others: Any = [layer if number == index else _Elsewhere() for number, layer in enumerate(cache.layers)]
+        cache.layers = others
+        return cache
 
     def head(self, tokens: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [B, T, V] from the hidden states [B, T, H] after the last layer."""

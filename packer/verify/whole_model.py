@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
-from tilewright.kernels.errors import VerifyError
+from tilewright.kernels.errors import TilewrightError, VerifyError
+from tilewright.kernels.huggingface.classes import first_words
 
 from ..checkpoint.contents import Contents
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.packed import packed_modules
 from ..progress import Progress
-from .dequantized import model_config, stream_dequantized
+from .dequantized import dequantized_model, model_config
 from .model import compare_models
 from .options import VerifyOptions
 from .results import ModelResult
-from .stream import StreamedModel
+from .stream import NotStreamableError, StreamedModel, Visit
 from .text import evenly_spaced_windows, read_tokens
+from .whole import WholeModel, compare_whole
 
+log = logging.getLogger("tilewright")
 Side = tuple[Checkpoint, Contents]
 LoadModel = Callable[[Path], Any]
 """Loads a packed directory as a model that its kernels run; `tilewright.load_model`."""
@@ -33,17 +39,26 @@ def compare_directories(
     if options.text is None:
         raise VerifyError("level `model` compares models on a text, and none was given", hint="add --text FILE")
     tokens = evenly_spaced_windows(read_tokens(sides[0][0].root, options.text), options.windows, options.window)
-    reference, candidate = (stream(checkpoint, contents, load_model) for checkpoint, contents in sides)
-    weights_only = None
+    models = [partial(_model, checkpoint, contents, load_model) for checkpoint, contents in sides]
     if options.split_loss and packed_modules(sides[1][0]):
-        weights_only = stream_dequantized(model_config(sides[0][0].root), sides[1][1])
-    return compare_models(reference, candidate, tokens, options.decode_steps, progress, weights_only)
+        models.append(partial(dequantized_model, model_config(sides[0][0].root), sides[1][1]))
+    try:
+        reference, candidate, *others = [StreamedModel(*model()) for model in models]
+        weights_only = others[0] if others else None
+        return compare_models(reference, candidate, tokens, options.decode_steps, progress, weights_only)
+    except NotStreamableError as error:
+        log.info("%s: %s; its layers run together", sides[0][0].root, error.message)
+    except TilewrightError:
+        raise
+    except Exception as error:  # a class of transformers whose layers want more than is known of them
+        log.info("%s: its layers run together: %s", sides[0][0].root, first_words(error))
+    return compare_whole([WholeModel(*model()) for model in models], tokens, options.decode_steps, progress)
 
 
-def stream(checkpoint: Checkpoint, contents: Contents, load_model: LoadModel) -> StreamedModel:
+def _model(checkpoint: Checkpoint, contents: Contents, load_model: LoadModel) -> tuple[PreTrainedModel, Visit, Visit]:
     """Packed directories run by the bundled kernels as they lie in the mapped files, all others in fp32."""
     if not packed_modules(checkpoint):
-        return stream_dequantized(model_config(checkpoint.root), contents)
+        return dequantized_model(model_config(checkpoint.root), contents)
     model = load_model(checkpoint.root)
 
     def fill(module: nn.Module, path: str) -> None:
@@ -52,4 +67,4 @@ def stream(checkpoint: Checkpoint, contents: Contents, load_model: LoadModel) ->
     def empty(module: nn.Module, path: str) -> None:
         model.packed.forget(f"{path}.")
 
-    return StreamedModel(model, fill, empty)
+    return model, fill, empty
