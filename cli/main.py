@@ -22,7 +22,7 @@ from .options import fail, say
 FAILED, WRONG_USAGE, INTERRUPTED = 1, 2, 130
 
 COMMANDS = {  # each is a click command of the same name in the module of the same name
-    "quantize-model": "Quantize a checkpoint to block FP8, int8, int4 or W4AFP8.",
+    "quantize-model": "Quantize a checkpoint to block FP8, int8, int4, MXFP4 or W4AFP8.",
     "pack-for-cpu": "Write the weights in the order in which CPU kernels read them.",
     "pack-for-gpu": "Write int4 experts in the order in which Hopper kernels read them.",
     "verify-accuracy": "Compare a converted model with its source.",

@@ -26,6 +26,7 @@ LAYOUTS = (
     "cpu-vnni-int8",
     "cpu-vnni-fp8",
     "cpu-vnni-int4",
+    "cpu-mxfp4",
 )  # as the registry has them; a test compares
 
 

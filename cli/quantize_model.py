@@ -24,7 +24,7 @@ from .options import (
     taken,
 )
 
-SCHEMES = ("block-fp8", "int8", "int4", "w4afp8")  # as the registries have them; a test compares
+SCHEMES = ("block-fp8", "int8", "int4", "mxfp4", "w4afp8")  # as the registries have them; a test compares
 SOLVERS = ("rtn", "mse", "gptq", "awq")
 ROTATIONS = ("hadamard-32", "hadamard-64", "hadamard-128")
 CHECKPOINT_FORMATS = ("native", "compressed-tensors")
@@ -40,8 +40,8 @@ what_options = stacked(
         type=Choice(SCHEMES),
         required=True,
         group=WHAT,
-        help="Quantization scheme: 8-bit floats in blocks; 8-bit integers; 4-bit integers; 4-bit experts in an 8-bit "
-        "float model.",
+        help="Quantization scheme: 8-bit floats in blocks; 8-bit integers; 4-bit integers; 4-bit floats; 4-bit experts "
+        "in an 8-bit float model.",
     ),
     option(
         "--format",
@@ -49,7 +49,7 @@ what_options = stacked(
         type=Choice(CHECKPOINT_FORMATS),
         group=WHAT,
         help="Checkpoint format: names and dtypes of the tensors on disk, which decide what engines can load it.  "
-        "[default: native; for int4 compressed-tensors]",
+        "[default: native; for int4 and mxfp4 compressed-tensors]",
     ),
     option(
         "--group-size",
@@ -62,7 +62,7 @@ what_options = stacked(
         type=Choice(SOLVERS),
         group=WHAT,
         help="How the numbers are chosen: rtn rounds to nearest; mse searches the scale with the least error; gptq and "
-        "awq need --calibrate.  [default: rtn for block-fp8 and int8, mse for int4 and w4afp8]",
+        "awq need --calibrate.  [default: mse for int4 and w4afp8, rtn for all else]",
     ),
     option(
         "--rotate-inputs",

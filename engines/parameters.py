@@ -54,7 +54,7 @@ def engine_parameters(packed: PackedCheckpoint, engine: Engine) -> Iterator[tupl
     Raises:
         LayoutError: The engine's kernels cannot run one of the modules; lists all of them.
     """
-    if problems := [reason for name, spec in packed.specs.items() if (reason := _why_not(name, spec))]:
+    if problems := [reason for name, spec in packed.specs.items() if (reason := _why_not(name, spec, engine.suffixes))]:
         raise LayoutError(f"{packed.root}: kernels of {engine.id} cannot run it:\n  " + "\n  ".join(problems))
     for target, members in _merge(packed).items():
         spec = packed.specs[members[0]]
@@ -67,8 +67,10 @@ def engine_parameters(packed: PackedCheckpoint, engine: Engine) -> Iterator[tupl
         yield name, packed.tensor(name)
 
 
-def _why_not(name: str, spec: ModuleSpec) -> str | None:
+def _why_not(name: str, spec: ModuleSpec, known: Mapping[str, object]) -> str | None:
     """Why an engine's kernels cannot run a module, whose sizes they take unpadded."""
+    if spec.layout.id not in known:
+        return f"{name}: is in layout `{spec.layout.id}`, which is ours alone"
     if any(spec.leading):
         return f"{name}: its share begins inside a block of scales, which only the bundled kernels run"
     *_, n, k = spec.shape

@@ -35,10 +35,11 @@ FORMATS = (
     "int8 native",
     "int8 compressed-tensors",
     "int4 compressed-tensors",
+    "mxfp4 compressed-tensors",
     "w4afp8 native",
     "w4afp8 compressed-tensors",
 )
-OTHER_SOLVERS = {"block-fp8": "mse", "int8": "mse", "int4": "rtn", "w4afp8": "rtn"}
+OTHER_SOLVERS = {"block-fp8": "mse", "int8": "mse", "int4": "rtn", "mxfp4": "mse", "w4afp8": "rtn"}
 GPU_LAYOUTS = ("gpu-hopper-w4", "gpu-cutlass-w4", "gpu-trtllm-w4")
 FAST = {"tiny-qwen3-moe: int8 native", "tiny-deepseek-v3: w4afp8 native"}  # the slice of `make test-fast`
 MODULE_KEYS_LATER = ("activation", "alpha", "limit")  # of experts

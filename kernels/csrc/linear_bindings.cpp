@@ -168,6 +168,21 @@ Tensor linear_int4(const Tensor* out, const Tensor& x, const Tensor& weight, con
   return run(p, x, out, {&weight, &zeros, &scale, pointer(bias)});
 }
 
+Tensor linear_mxfp4(const Tensor* out, const Tensor& x, const Tensor& weight, int64_t n, std::optional<Tensor> bias) {
+  Tensor rows;
+  GemmProblem p = problem(Kind::mxfp4, x, n, rows);
+  p.weight = contiguous_bytes(weight, "weight", ScalarType::Byte, "uint8");
+  const int64_t blocks = ceil_div(n, kBlockN), columns = ceil_div(p.k, kMxfp4Columns);
+  TILEWRIGHT_CHECK(
+      weight.dim() == 3 && weight.size(0) == blocks && weight.size(1) == columns && weight.size(2) == kMxfp4Bytes,
+      "weight is ", shape(weight), ", ", n, " x ", p.k, " in mxfp4 needs [", blocks, ", ", columns, ", ", kMxfp4Bytes,
+      "]");
+  p.stored_n = blocks * kBlockN;
+  p.padded_k = columns * kMxfp4Columns;
+  p.bias = checked_bias(bias, n);
+  return run(p, x, out, {&weight, pointer(bias)});
+}
+
 std::string isa_name() { return isa().name; }
 
 // Each thread frees its own: the calling one and those that it starts for its work.
@@ -194,6 +209,8 @@ STABLE_TORCH_LIBRARY(tilewright, m) {
   m.def(
       "linear_int4(Tensor x, Tensor weight, Tensor zeros, Tensor scale, int n, Tensor? bias=None, "
       "bool int8_activations=True, int activation_group=0, int rotation=0) -> Tensor");
+  m.def("linear_mxfp4(Tensor x, Tensor weight, int n, Tensor? bias=None) -> Tensor");
+  m.def("linear_mxfp4.out(Tensor x, Tensor weight, int n, Tensor? bias=None, *, Tensor(a!) out) -> ()");
   m.def("linear_bf16.out(Tensor x, Tensor weight, int n, Tensor? bias=None, *, Tensor(a!) out) -> ()");
   m.def(
       "linear_int8.out(Tensor x, Tensor weight, Tensor scale, int n, Tensor? bias=None, int activation_group=0, int "
@@ -218,6 +235,8 @@ STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {
   m.impl("linear_fp8.out", TORCH_BOX(&tilewright::Op<tilewright::linear_fp8>::into));
   m.impl("linear_int4", TORCH_BOX(&tilewright::Op<tilewright::linear_int4>::fresh));
   m.impl("linear_int4.out", TORCH_BOX(&tilewright::Op<tilewright::linear_int4>::into));
+  m.impl("linear_mxfp4", TORCH_BOX(&tilewright::Op<tilewright::linear_mxfp4>::fresh));
+  m.impl("linear_mxfp4.out", TORCH_BOX(&tilewright::Op<tilewright::linear_mxfp4>::into));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(tilewright, CompositeExplicitAutograd, m) {

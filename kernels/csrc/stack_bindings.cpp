@@ -25,7 +25,13 @@ struct Weights {
   const char* name;
 };
 
-Kind kind_of(const Tensor& weight, bool int8_activations) {
+// `packing` names the layouts that the type of a weight does not tell.
+Kind kind_of(const Tensor& weight, bool int8_activations, const std::string& packing = "") {
+  TILEWRIGHT_CHECK(packing.empty() || packing == "mxfp4", "there is no packing `", packing, "`; known is mxfp4");
+  if (packing == "mxfp4") {
+    TILEWRIGHT_CHECK(weight.scalar_type() == ScalarType::Byte, "a weight packed in mxfp4 must be uint8");
+    return Kind::mxfp4;
+  }
   switch (weight.scalar_type()) {
     case ScalarType::BFloat16:
       return Kind::bf16;
@@ -91,6 +97,14 @@ Stack stack_of(Kind kind, const Weights& w, int64_t experts, int64_t parts, int6
     return s;
   }
   check_absent(w.zeros, name + "_zeros");
+  if (kind == Kind::mxfp4) {
+    check_absent(w.scale, name + "_scale");
+    const int64_t blocks = ceil_div(n, kBlockN), columns = ceil_div(k, kMxfp4Columns);
+    check_sizes(w.weight, name, {experts, parts * blocks, columns, kMxfp4Bytes});
+    p.padded_k = columns * kMxfp4Columns;
+    s.weight_stride = blocks * columns * kMxfp4Bytes;
+    return s;
+  }
   const int64_t columns = kind == Kind::int8 ? p.padded_k + 4 : p.padded_k;
   check_sizes(w.weight, name, {experts, parts * p.stored_n, columns});
   s.weight_stride = p.stored_n * columns * (kind == Kind::bf16 ? 2 : 1);
@@ -132,12 +146,12 @@ struct Rounding {
 
 // x [tokens, hidden] and the matrices around it, all but the scratch memory and the routing.
 Experts problem(const Tensor& x, const Weights& w13, const Weights& w2, int64_t experts, int64_t inner,
-                bool int8_activations, const Rounding& rounding, Tensor& rows) {
+                bool int8_activations, const std::string& packing, const Rounding& rounding, Tensor& rows) {
   TILEWRIGHT_CHECK(x.dim() == 2 && x.size(1) > 0, "x must be [tokens, hidden], it is ", shape(x));
   TILEWRIGHT_CHECK(inner > 0 && inner <= kMostSize, "inner is ", inner, ", it must be 1 to ", kMostSize);
   check_memory(x, "x");
-  const Kind kind = kind_of(w13.weight, int8_activations);
-  TILEWRIGHT_CHECK(kind_of(w2.weight, int8_activations) == kind, "w13 and w2 must be packed in the same kind");
+  const Kind kind = kind_of(w13.weight, int8_activations, packing);
+  TILEWRIGHT_CHECK(kind_of(w2.weight, int8_activations, packing) == kind, "w13 and w2 must be packed in the same kind");
   Experts e{};
   e.gate_up = stack_of(kind, w13, experts, 2, inner, x.size(1));
   e.down = stack_of(kind, w2, experts, 1, x.size(1), inner);
@@ -205,12 +219,12 @@ Tensor fused_experts(const Tensor* out, const Tensor& x, const Tensor& topk_weig
                      Optional w13_zeros, Optional w2_zeros, Optional w13_bias, Optional w2_bias,
                      const std::string& activation, double alpha, double limit, double routed_scale,
                      bool int8_activations, int64_t first_expert, int64_t activation_group, int64_t w13_rotation,
-                     int64_t w2_rotation) {
+                     int64_t w2_rotation, const std::string& packing) {
   TILEWRIGHT_CHECK(w13.dim() >= 3, "w13 must be a stack of experts, it is ", shape(w13));
   const int64_t experts = w13.size(0);
   Tensor rows;
   Experts e = problem(x, {w13, w13_scale, w13_zeros, w13_bias, "w13"}, {w2, w2_scale, w2_zeros, w2_bias, "w2"}, experts,
-                      inner, int8_activations, {activation_group, w13_rotation, w2_rotation}, rows);
+                      inner, int8_activations, packing, {activation_group, w13_rotation, w2_rotation}, rows);
   e.gate = gate_of(activation, alpha, limit);
   e.routed_scale = float(routed_scale);
   TILEWRIGHT_CHECK(topk_ids.dim() == 2 && topk_ids.size(0) == x.size(0), "topk_ids is ", shape(topk_ids), ", x has ",
@@ -254,14 +268,14 @@ Tensor fused_mlp(const Tensor* out, const Tensor& x, const Tensor& w13, const Te
                  Optional w13_scale, Optional w2_scale, Optional w13_zeros, Optional w2_zeros, Optional w13_bias,
                  Optional w2_bias, Optional fused_out, Optional gate, double fused_scale, const std::string& activation,
                  double alpha, double limit, bool int8_activations, int64_t activation_group, int64_t w13_rotation,
-                 int64_t w2_rotation) {
+                 int64_t w2_rotation, const std::string& packing) {
   TILEWRIGHT_CHECK(x.dim() >= 2 && x.size(-1) > 0, "x must be [..., hidden], it is ", shape(x));
   check_memory(x, "x");
   const int64_t tokens = x.numel() / x.size(-1);
   const Tensor flat = x.dim() == 2 ? x : torch::stable::reshape(x, {tokens, x.size(-1)});
   Tensor rows;
   Experts e = problem(flat, {w13, w13_scale, w13_zeros, w13_bias, "w13"}, {w2, w2_scale, w2_zeros, w2_bias, "w2"}, 1,
-                      inner, int8_activations, {activation_group, w13_rotation, w2_rotation}, rows);
+                      inner, int8_activations, packing, {activation_group, w13_rotation, w2_rotation}, rows);
   e.gate = gate_of(activation, alpha, limit);
   e.add_scale = float(fused_scale);
   if (fused_out) {
@@ -332,13 +346,13 @@ Tensor bmm(const Tensor& a, const Tensor& weight, int64_t n, Optional scale) {
   "Tensor? w13_scale=None, Tensor? w2_scale=None, Tensor? w13_zeros=None, Tensor? w2_zeros=None, "           \
   "Tensor? w13_bias=None, Tensor? w2_bias=None, str activation='silu', float alpha=1.702, float limit=7.0, " \
   "float routed_scale=1.0, bool int8_activations=True, int first_expert=0, "                                 \
-  "int activation_group=0, int w13_rotation=0, int w2_rotation=0"
+  "int activation_group=0, int w13_rotation=0, int w2_rotation=0, str packing=''"
 #define TILEWRIGHT_FUSED_MLP                                                                       \
   "(Tensor x, Tensor w13, Tensor w2, int inner, "                                                  \
   "Tensor? w13_scale=None, Tensor? w2_scale=None, Tensor? w13_zeros=None, Tensor? w2_zeros=None, " \
   "Tensor? w13_bias=None, Tensor? w2_bias=None, Tensor? fused_out=None, Tensor? gate=None, "       \
   "float fused_scale=1.0, str activation='silu', float alpha=1.702, float limit=7.0, "             \
-  "bool int8_activations=True, int activation_group=0, int w13_rotation=0, int w2_rotation=0"
+  "bool int8_activations=True, int activation_group=0, int w13_rotation=0, int w2_rotation=0, str packing=''"
 
 STABLE_TORCH_LIBRARY_FRAGMENT(tilewright, m) {
   m.def("fused_experts" TILEWRIGHT_FUSED_EXPERTS ") -> Tensor");

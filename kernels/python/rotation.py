@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from .formats import WeightFormat
+from .formats.integer import IntegerFormat
 from .tensors import Reject
 
 KIND = "hadamard"
@@ -65,7 +66,7 @@ class Rotation:
 
     def why_not(self, fmt: WeightFormat, k: int) -> Reject | None:
         """Why a weight of this format and width cannot be one that takes rotated inputs, or None if it can."""
-        if fmt.code_dtype not in {torch.int8, torch.uint8}:
+        if not isinstance(fmt, IntegerFormat):
             return Reject("rotation", f"weights in `{fmt.id}` are not multiplied by int8 activations")
         if k % self.block:
             return Reject("rotation", f"{k} columns are no blocks of {self.block}")

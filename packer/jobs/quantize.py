@@ -33,7 +33,7 @@ def quantize(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> ConversionResult:
-    """Convert a checkpoint to block FP8, int8, int4 or W4AFP8.
+    """Convert a checkpoint to block FP8, int8, int4, MXFP4 or W4AFP8.
 
     Args:
         source: A directory, one .safetensors file, or a hub id `org/name[@revision]`.

@@ -11,6 +11,7 @@ import torch
 from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.layouts.cpu_blocks import row_unit
 from tilewright.kernels.packed.module_spec import RankSharding
+from tilewright.kernels.packed.source_stack import SourceStack
 from tilewright.kernels.tensors import Reject
 
 from ..checkpoint.matrices import Matrix
@@ -89,6 +90,14 @@ class ModuleGroup:
             return tuple(names)
         parts = [name.rsplit(".", 2) for name in names]
         return tuple(f"{container}.{{}}.{projection}" for container, _, projection in parts)
+
+    @property
+    def source_stack(self) -> SourceStack | None:
+        """The stack of quantized experts that it is made of, which comes back as one; None if it is made of others."""
+        first = self.experts[0][0]
+        if first.alone or not first.stored.quantized:
+            return None
+        return SourceStack(first.stored.module, tuple(matrix.rows for matrix in self.experts[0]))
 
 
 def shares_of(

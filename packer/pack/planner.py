@@ -121,7 +121,7 @@ class _Planner:
             self.rejects.append(Reject(str(source.root), reason, QUANTIZE_HINT))
 
     def _matrices(self, weights: list[StoredWeight], family: ModelFamily) -> list[Matrix]:
-        """All matrices, but for stacks of experts in other than 16 bits and those whose order of rows nothing tells."""
+        """All matrices, but for stacks that no layout gives back and those whose order of rows nothing tells."""
         stacks = [weight for weight in weights if len(weight.shape) == 3]
         if family.experts_order is None:
             kind = self.checkpoint.config.get("model_type")
@@ -129,10 +129,11 @@ class _Planner:
             layers = {str(family.experts.container(weight.module)): weight for weight in reversed(stacks)}
             self.rejects += [Reject(weight.tensors[0], reason, ORDER_HINT) for weight in layers.values()]
             weights = [weight for weight in weights if len(weight.shape) == 2]
-        for weight in (weight for weight in stacks if weight.encoding not in SIXTEEN_BITS):
+        refused = [weight for weight in stacks if weight.encoding not in SIXTEEN_BITS and not weight.layout]
+        for weight in refused:
             reason = f"experts stacked in one tensor {list(weight.shape)} are not packed"
             self.rejects.append(Reject(weight.module, reason, QUANTIZE_HINT))
-        weights = [weight for weight in weights if len(weight.shape) == 2 or weight.encoding in SIXTEEN_BITS]
+        weights = [weight for weight in weights if weight not in refused]
         matrices = matrices_of(weights, self.checkpoint.files, self.checkpoint.config, family)
         self.rejects += [replace(reject, hint=reject.hint and ORDER_HINT) for reject in matrices.rejects]
         return matrices.found
@@ -350,6 +351,7 @@ class _Planner:
             rotation=first.stored.rotation,
             gating=self._gating if group.stacked and group.parts > 1 else None,
             leading=group.leading,
+            stack=group.source_stack if stored else None,
         )
         self.modules[group.name] = spec
         outputs = {f"{group.name}.{suffix}": tensor for suffix, tensor in spec.tensors().items()}

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from tilewright.kernels.errors import SchemeError
 from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.layouts.base import Layout
+from tilewright.kernels.ops.convert import all_finite
 from tilewright.kernels.packed.module_spec import ModuleSpec
 from tilewright.kernels.tensors import QTensor
 
@@ -113,6 +115,13 @@ class UnpackStep(Step):
         spec = self.spec
         tensors = dict(zip(spec.tensors(), sources, strict=True))
         whole = spec.layout.unpack(tensors, spec.format, spec.shape[-2:], spec.parts)
+        if spec.stack:
+            order = spec.stack.order
+            one = QTensor(spec.format, whole.codes[order], None if whole.scales is None else whole.scales[order])
+            named = {f"{spec.stack.name}_{suffix}": tensor for suffix, tensor in self.layout.pack(one).items()}
+            if spec.bias_dtype is not None:
+                named[f"{spec.stack.name}_bias"] = tensors["bias"][order].to(spec.bias_dtype)
+            return named
         rows = spec.source_rows
         result: dict[str, torch.Tensor] = {}
         for name, part in zip(self.names, split_rows(whole, rows), strict=True):
@@ -129,4 +138,8 @@ def read_codes(matrix: Matrix, tensors: Sequence[torch.Tensor], fmt: WeightForma
     if q is None:
         assert not fmt.has_scales, "the planner asked for a format that the decoder does not give"
         return QTensor(fmt, fmt.encode(matrix.values(tensors)))
+    if q.scales is not None and not all_finite(q.scales):  # a byte of E8M0 shows it only once it is read
+        place = (~torch.isfinite(q.scales)).nonzero()[0].tolist()
+        hint = "the source is damaged; fetch it or convert it again"
+        raise SchemeError(f"{matrix.module}: scale {place} is not finite", hint=hint)
     return q

@@ -134,5 +134,5 @@ def scheme_of(formats: Mapping[Role, set[str]]) -> str:
         return "none"
     if experts == {"int4-g128"} and found - experts <= {"fp8"} and formats.get("linear", set()) <= {"fp8"}:
         return "w4afp8"
-    names = {"fp8": "block-fp8", "int8": "int8"}
+    names = {"fp8": "block-fp8", "int8": "int8", "mxfp4": "mxfp4"}
     return "+".join(sorted({names.get(fmt, "int4") for fmt in found}))

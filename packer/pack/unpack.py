@@ -53,6 +53,8 @@ def plan_unpack(checkpoint: Checkpoint) -> Plan:
             made = _unpack_tasks(name, spec, LAYOUTS[spec.source_layout])
             tasks += made
             pieces = {piece.name: piece.spec for task in made for piece in task.pieces}
+            if spec.stack:
+                pieces = {whole: replace(one, shape=(spec.shape[0], *one.shape)) for whole, one in pieces.items()}
             reason = f"is in `{name}` and in another module"
             rejects += (Reject(piece, reason, DAMAGED_HINT) for piece in pieces if piece in tensors)
             tensors.update(pieces)
@@ -92,12 +94,22 @@ def _unpack_tasks(name: str, spec: ModuleSpec, layout: Layout) -> list[Task]:
     tasks = []
     for number in range(stack[0]) if stack else (None,):
         modules = tuple(source.format((number or 0) + spec.first_expert) for source in spec.sources)
-        pieces = []
-        for module, rows in zip(modules, spec.source_rows, strict=True):
-            specs = {f"{module}.{suffix}": t for suffix, t in layout.specs(spec.format, (rows, k)).items()}
-            if spec.bias_dtype is not None:
-                specs[f"{module}.bias"] = TensorSpec(spec.bias_dtype, (rows,))
-            pieces += [Piece(*item) for item in specs.items()]
         sources = tuple(Source(f"{name}.{suffix}", number) for suffix in spec.tensors())
+        if spec.stack:
+            made = _tensors(f"{spec.stack.name}_", spec, layout, n)
+            pieces = [Piece(piece, one, (number or 0) * one.nbytes) for piece, one in made.items()]
+        else:
+            parts = zip(modules, spec.source_rows, strict=True)
+            pieces = [
+                Piece(*made) for module, rows in parts for made in _tensors(f"{module}.", spec, layout, rows).items()
+            ]
         tasks.append(Task(sources, tuple(pieces), UnpackStep(matrix, layout, modules)))
     return tasks
+
+
+def _tensors(prefix: str, spec: ModuleSpec, layout: Layout, rows: int) -> dict[str, TensorSpec]:
+    """Name and specification of the tensors of some rows of a matrix of the source, and of its bias."""
+    specs = {f"{prefix}{suffix}": t for suffix, t in layout.specs(spec.format, (rows, spec.shape[-1])).items()}
+    if spec.bias_dtype is not None:
+        specs[f"{prefix}bias"] = TensorSpec(spec.bias_dtype, (rows,))
+    return specs

@@ -22,6 +22,7 @@ SCHEMES = {
     "block-fp8": "FP8 (e4m3) with one scale for each block of 128 x 128; activations in FP8, scaled at run time",
     "int8": "INT8 with one scale for each output channel; activations in INT8, scaled token by token",
     "int4": "INT4 with one scale for each group of input channels",
+    "mxfp4": "MXFP4 (FP4 e2m1) with one power of two as scale for each group of 32 input channels",
     "w4afp8": "routed experts in INT4 with one scale for each group of 128 input channels, all else in block FP8",
 }
 FLAGS = {"form": "--format", "text": "--calibrate"}

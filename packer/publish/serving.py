@@ -23,6 +23,7 @@ ENGINES: dict[tuple[str, str], tuple[tuple[str, str, str], ...]] = {
     ("int8", "native"): (SGLANG,),
     ("int8", "compressed-tensors"): (VLLM,),
     ("int4", "compressed-tensors"): (VLLM, TRANSFORMERS),
+    ("mxfp4", "compressed-tensors"): (VLLM, TRANSFORMERS),
     ("w4afp8", "native"): (SGLANG, TRTLLM),
     ("w4afp8", "compressed-tensors"): (VLLM,),
 }

@@ -79,6 +79,13 @@ def write_int4(output: QuantConfigInputs) -> dict[str, Any]:
     return _block(output, "pack-quantized", weights, None)
 
 
+def write_mxfp4(output: QuantConfigInputs) -> dict[str, Any]:
+    """FP4 in groups of 32, scales as the bytes of E8M0, 16-bit activations."""
+    scales = {"scale_dtype": "torch.uint8", "zp_dtype": "torch.uint8"}
+    weights = _arguments(num_bits=4, type="float", strategy="group", group_size=32, **scales)
+    return _block(output, "mxfp4-pack-quantized", weights, None)
+
+
 def write_w4afp8(output: QuantConfigInputs) -> dict[str, Any]:
     """int4 in groups of 128, FP8 activations per token; everything but the routed experts is in `ignore`."""
     weights = _arguments(num_bits=4, type="int", strategy="group", group_size=128)

@@ -12,8 +12,6 @@ from torch.nn import functional as F  # noqa: N812
 from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.ops import convert
 
-SMALLEST_NORMAL = torch.finfo(torch.float32).tiny  # also the smallest normal bf16
-
 
 def block_view(weight: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
     """The weight cut into blocks [scale_rows, block_n, scale_columns, block_k].
@@ -44,20 +42,8 @@ def _native(weight: torch.Tensor) -> bool:
 
 
 def scales_from_amax(amax: torch.Tensor, fmt: WeightFormat, fraction: float = 1.0) -> torch.Tensor:
-    """`amax / qmax * fraction`, in `fmt.scale_dtype`, at least the smallest normal number, and 1 where amax is 0.
-
-    Args:
-        amax: fp32 [scale_rows, scale_columns], finite.
-        fmt: Weight format; codes are made with the scales rounded to its `scale_dtype`.
-        fraction: Share of the largest magnitude that the largest code stands for.
-
-    Returns:
-        fp32 [scale_rows, scale_columns], finite and > 0.
-    """
-    # A tensor, since CUDA divides by a number by multiplying with its reciprocal, which is another scale.
-    qmax = torch.full((), fmt.qmax, device=amax.device)
-    scales = (amax / qmax * fraction).to(fmt.scale_dtype).to(torch.float32).clamp_min(SMALLEST_NORMAL)
-    return torch.where(amax == 0, 1.0, scales)
+    """Scales fp32 [scale_rows, scale_columns] for blocks of these largest magnitudes: `fmt.scales`."""
+    return fmt.scales(amax, fraction)
 
 
 def expand(scales: torch.Tensor, fmt: WeightFormat, n: int, k: int) -> torch.Tensor:

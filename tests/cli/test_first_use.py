@@ -54,9 +54,12 @@ def test_help_lists_every_option_once_under_a_heading_and_ends_with_examples(nam
 def test_help_states_the_defaults_of_each_scheme() -> None:
     text = " ".join(page("quantize-model").split())
     assert {scheme.id for scheme in SCHEMES.values() if scheme.solver == "mse"} == {"int4", "w4afp8"}
-    assert "[default: rtn for block-fp8 and int8, mse for int4 and w4afp8]" in text
-    assert {scheme.id for scheme in SCHEMES.values() if next(iter(scheme.checkpoint_formats)) != "native"} == {"int4"}
-    assert "[default: native; for int4 compressed-tensors]" in text
+    assert "[default: mse for int4 and w4afp8, rtn for all else]" in text
+    assert {scheme.id for scheme in SCHEMES.values() if next(iter(scheme.checkpoint_formats)) != "native"} == {
+        "int4",
+        "mxfp4",
+    }
+    assert "[default: native; for int4 and mxfp4 compressed-tensors]" in text
     assert SCHEMES["int4"].groups[0] == 128
     assert "share a scale. [default: 128]" in text
 

@@ -14,7 +14,11 @@ enum class Kind : int32_t {
   int4_bf16,  // weight int4 with zero points, one fp32 scale for 1 x group, activations bf16 (W4A16)
   int8,       // weight int8, one fp32 scale for each row, activations int8
   int4_int8,  // weight as int4_bf16, activations int8 (W4A8)
+  mxfp4,      // weight e2m1, one power of two for 1 x 32, in blocks of 32 x 64 with their scales, activations bf16
 };
+
+// A block of mxfp4, as it lies in memory: scales [2][32], codes [8 units][32] of eight columns each.
+constexpr int64_t kMxfp4Columns = 64, kMxfp4Group = 32, kMxfp4Scales = 64, kMxfp4Bytes = 1088;
 
 enum class Float : int32_t { f32, bf16, f16, e4m3 };  // e4m3 in block_amax alone
 
@@ -27,7 +31,7 @@ struct GemmProblem {
   int64_t x_stride;          //
   const uint8_t* weight;     // packed, docs/format.md
   int64_t stored_n;          // packed rows: n rounded up to 32, or to 16 where the last block has 16 rows
-  int64_t padded_k;          // packed columns: k rounded up to 32, int4 to `group`
+  int64_t padded_k;          // packed columns: k rounded up to 32, int4 to `group`, mxfp4 to 64
   int64_t group;             // int4: columns that share a scale; 0 otherwise
   int64_t activation_group;  // columns of x that share a scale, with int8 activations: 64 or 128; 0: the whole row
   int64_t rotation;          // columns of x that a Hadamard matrix multiplies before they are quantized; 0: none

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 COARSE_BITS = 4
+SMALLEST_NORMAL = torch.finfo(torch.float32).tiny  # also the smallest normal bf16
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,21 @@ class WeightFormat(ABC):
             spread = zeros.to(torch.float32).repeat_interleave(self.block_k or codes.shape[-1], -1)
             return steps - spread[..., : codes.shape[-1]]
         return steps - self.zero_point if self.zero_point else steps
+
+    def scales(self, amax: torch.Tensor, fraction: float = 1.0) -> torch.Tensor:
+        """`amax / qmax * fraction`, in `scale_dtype`, at least the smallest normal number, and 1 where amax is 0.
+
+        Args:
+            amax: fp32 [scale_rows, scale_columns], finite: the largest magnitude of each block.
+            fraction: Share of the largest magnitude that the largest code stands for.
+
+        Returns:
+            fp32 [scale_rows, scale_columns], finite and > 0.
+        """
+        # A tensor, since CUDA divides by a number by multiplying with its reciprocal, which is another scale.
+        qmax = torch.full((), self.qmax, device=amax.device)
+        scales = (amax / qmax * fraction).to(self.scale_dtype).to(torch.float32).clamp_min(SMALLEST_NORMAL)
+        return torch.where(amax == 0, 1.0, scales)
 
     def has_usual_zeros(self, zeros: torch.Tensor | None) -> bool:
         """Whether zero points are `zero_point` everywhere, so that nothing is lost without them."""

@@ -9,6 +9,7 @@ import torch
 
 from ..errors import LayoutError
 from ..formats import WeightFormat
+from ..formats.integer import IntegerFormat
 from ..ops.convert import pack_int4
 from ..tensors import QTensor, Reject, TensorSpec
 from .base import check_tensors
@@ -35,7 +36,7 @@ class CpuVnniInt4:
 
     def accepts(self, fmt: WeightFormat, shape: tuple[int, ...], parts: int = 1) -> Reject | None:
         """Any [N, K] or [E, N, K] of 4-bit codes in groups of 32, 64 or a multiple of 128."""
-        if fmt.bits != 4 or fmt.block_n != 1:
+        if not isinstance(fmt, IntegerFormat) or fmt.bits != 4 or fmt.block_n != 1:
             return Reject(self.id, f"holds 4-bit codes with scales for groups of columns, not {fmt.id}")
         if fmt.block_k not in {32, 64} and (fmt.block_k == 0 or fmt.block_k % MAX_BLOCK_K):
             return Reject(self.id, f"group {fmt.block_k} is neither 32 nor 64 nor a multiple of 128")

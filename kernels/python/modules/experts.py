@@ -125,6 +125,7 @@ class PackedExperts(nn.Module):
             activation_group=w13.activation_group,
             w13_rotation=w13.rotation,
             w2_rotation=w2.rotation,
+            packing=w13.kernel.packing,
         )
         if x.requires_grad:
             y = refuse_gradient(y, x)

@@ -27,6 +27,7 @@ class LinearKernel:
         experts_source: Where to find the class of routed experts whose stacks are in this layout.
         quantizes: Whether it rounds activations to int8, scaled and rotated as its options `activation_group` and
             `rotation` say.
+        packing: What operators over experts call this layout, where the type of its weights does not tell.
         scale: Suffix of its scales; "" if it has none. A field, because Dynamo cannot trace a cached property.
     """
 
@@ -37,6 +38,7 @@ class LinearKernel:
     source: str = ""
     experts_source: str = "modules.experts:PackedExperts"
     quantizes: bool = False
+    packing: str = ""
     scale: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -92,6 +94,7 @@ LINEAR_KERNELS: Registry[LinearKernel] = Registry(
             ops.linear_int4,
             quantizes=True,
         ),
+        LinearKernel("cpu-mxfp4", "cpu", ("weight",), ops.linear_mxfp4, packing="mxfp4"),
         LinearKernel(
             "gpu-hopper-w4",
             "cuda",

@@ -68,6 +68,7 @@ class PackedMlp(nn.Module):
             activation_group=self.gate_up_proj.activation_group,
             w13_rotation=self.gate_up_proj.rotation,
             w2_rotation=self.down_proj.rotation,
+            packing=self.gate_up_proj.kernel.packing,
         )
         if x.requires_grad:
             y = refuse_gradient(y, x)

@@ -2,8 +2,9 @@
 
 Weights are packed tensors as they lie in the file (docs/format.md): `w13` stacks gate and up of each expert, gate
 first, each padded to whole blocks for itself; the kind is that of the dtype: bf16, int8 (activations int8),
-float8_e4m3fn (blocks of 128 x 128, activations bf16) or uint8 (int4 with zero points). `tilewright.kernels.ops.
-reference_experts` states the arithmetic. A token gives the same bits whatever the batch and the number of threads.
+float8_e4m3fn (blocks of 128 x 128, activations bf16) or uint8 (int4 with zero points), unless `packing` names it.
+`tilewright.kernels.ops.reference_experts` states the arithmetic. A token gives the same bits whatever the batch and the
+number of threads.
 
 Axes: T tokens, H hidden size, I inner size of an expert, E experts of the stack, k choices per token.
 """
@@ -47,6 +48,7 @@ def fused_experts(
     activation_group: int = 0,
     w13_rotation: int = 0,
     w2_rotation: int = 0,
+    packing: str = "",
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -74,6 +76,7 @@ def fused_experts(
         activation_group: Columns that share a scale of int8 activations, 64 or 128; 0: the whole row (`linear_int8`).
         w13_rotation: Columns of a block of `x` that a Hadamard matrix multiplies before rounding; 0: none.
         w2_rotation: The same for what lies between the products.
+        packing: `mxfp4` for weights in that layout, uint8 [E, blocks, columns / 64, 1088] without scales or zeros.
         out: Takes the result: contiguous, of its shape and dtype; must not share memory with an input.
 
     Returns:
@@ -97,7 +100,7 @@ def fused_experts(
         w2_bias,
     )
     gating = activation, alpha, limit, routed_scale
-    rest = (*gating, int8_activations, first_expert, activation_group, w13_rotation, w2_rotation)
+    rest = (*gating, int8_activations, first_expert, activation_group, w13_rotation, w2_rotation, packing)
     arguments = tensors if rest == USUAL_EXPERTS else (*tensors, *rest)
     if out is not None:
         _FUSED_EXPERTS_OUT(*arguments, out=out)
@@ -127,6 +130,7 @@ def fused_mlp(
     activation_group: int = 0,
     w13_rotation: int = 0,
     w2_rotation: int = 0,
+    packing: str = "",
     *,
     out: Tensor | None = None,
 ) -> Tensor:
@@ -155,6 +159,7 @@ def fused_mlp(
         activation_group: As in `fused_experts`, like the two rotations.
         w13_rotation: Of `x`.
         w2_rotation: Of what lies between the products.
+        packing: As in `fused_experts`.
         out: Takes the result, as in `fused_experts`; may be `fused_out` itself.
 
     Returns:
@@ -178,7 +183,7 @@ def fused_mlp(
         gate,
     )
     gating = fused_scale, activation, alpha, limit
-    rest = (*gating, int8_activations, activation_group, w13_rotation, w2_rotation)
+    rest = (*gating, int8_activations, activation_group, w13_rotation, w2_rotation, packing)
     arguments = tensors if rest == USUAL_MLP else (*tensors, *rest)
     if out is not None:
         _FUSED_MLP_OUT(*arguments, out=out)

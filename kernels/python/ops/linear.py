@@ -22,6 +22,7 @@ _LINEAR_BF16, _LINEAR_BF16_OUT = torch.ops.tilewright.linear_bf16.default, torch
 _LINEAR_INT8, _LINEAR_INT8_OUT = torch.ops.tilewright.linear_int8.default, torch.ops.tilewright.linear_int8.out
 _LINEAR_FP8, _LINEAR_FP8_OUT = torch.ops.tilewright.linear_fp8.default, torch.ops.tilewright.linear_fp8.out
 _LINEAR_INT4, _LINEAR_INT4_OUT = torch.ops.tilewright.linear_int4.default, torch.ops.tilewright.linear_int4.out
+_LINEAR_MXFP4, _LINEAR_MXFP4_OUT = torch.ops.tilewright.linear_mxfp4.default, torch.ops.tilewright.linear_mxfp4.out
 
 
 def linear_bf16(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
@@ -141,6 +142,31 @@ def linear_int4(
     return result
 
 
+def linear_mxfp4(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
+    """Linear layer with an MXFP4 weight; activations are rounded to bf16, weights are exact.
+
+    On AMX, products of bf16, where weights below 2^-126 count as zero. Elsewhere the bf16 activations of each group
+    become int16 with a power of two, which changes none of at least 1 / 128 of the largest: sums of a group are exact
+    then, and bits the same on all instruction sets but AMX. A weight that fp32 does not reach (6 * 2^126) is infinite,
+    and under the scale 255 all are NaN.
+
+    Args:
+        x: fp32, bf16 or fp16 [..., K].
+        weight: uint8 [ceil(n / 32), ceil(K / 64), 1088], blocks of 32 x 64: scales, then codes.
+        n: Output features.
+        bias: fp32 [n].
+        out: Takes the result.
+
+    Returns:
+        [..., n] in the dtype of `x`; `out` if that is given.
+    """
+    if out is not None:
+        _LINEAR_MXFP4_OUT(x, weight, n, bias, out=out)
+        return out
+    result: Tensor = _LINEAR_MXFP4(x, weight, n, bias)
+    return result
+
+
 def bmm(a: Tensor, weight: Tensor, n: int, scale: Tensor | None = None) -> Tensor:
     """Batched matrix product `a[b] · weight[b]ᵀ`, for the absorbed `w_kc` and `w_vc` of latent attention.
 
@@ -173,6 +199,10 @@ def _fake_int4(
     return fakes.rows_like(x, n, 32 * weight.shape[0])
 
 
+def _fake_blocks(x: Tensor, weight: Tensor, n: int, *_rest: object, **_named: object) -> Tensor:
+    return fakes.rows_like(x, n, 32 * weight.shape[0])
+
+
 def _fake_bmm(a: Tensor, weight: Tensor, n: int, _scale: Tensor | None = None) -> Tensor:
     return fakes.rows_like(a, n, weight.shape[-2])
 
@@ -181,6 +211,7 @@ fakes.register("linear_bf16", _fake_linear)
 fakes.register("linear_int8", _fake_scaled)
 fakes.register("linear_fp8", _fake_scaled)
 fakes.register("linear_int4", _fake_int4)
+fakes.register("linear_mxfp4", _fake_blocks)
 fakes.register("bmm", _fake_bmm)
-for _name in ("linear_bf16", "linear_int8", "linear_fp8", "linear_int4"):
+for _name in ("linear_bf16", "linear_int8", "linear_fp8", "linear_int4", "linear_mxfp4"):
     fakes.register(f"{_name}.out", fakes.nothing)

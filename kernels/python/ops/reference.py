@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..formats import MXFP4
 from ..rotation import rotate
 
 FP8_BLOCK = 128
@@ -96,6 +97,13 @@ def linear_fp8(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = N
         part = values[:, k0 : k0 + FP8_BLOCK] @ weight[:, k0 : k0 + FP8_BLOCK].double().T
         y = y + part.float() * rows[:, g]
     return _finish(y, bias, x.dtype)
+
+
+def linear_mxfp4(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`bf16(x) · (value * scale)ᵀ + bias`; codes uint8 [N, K] of E2M1, scale fp32 [N, ceil(K / 32)] powers of two."""
+    spread = scale.repeat_interleave(MXFP4.block_k, 1)[:, : codes.shape[1]]
+    y = x.bfloat16().double() @ (MXFP4.decode(codes) * spread).double().T
+    return _finish(y.float(), bias, x.dtype)
 
 
 def linear_int4(

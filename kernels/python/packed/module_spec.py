@@ -17,23 +17,13 @@ from ..layouts.base import Layout
 from ..layouts.cpu_blocks import row_unit
 from ..rotation import Rotation
 from ..tensors import Reject, TensorSpec
-from .safetensors_file import DTYPE_NAMES, DTYPES, MAX_SIZE, Header
+from .safetensors_file import DTYPE_NAMES, DTYPES, Header
+from .source_stack import SourceStack, whole_number
 
 PACKED_VERSION = "1"
 MOST_RANKS = 1 << 16
 QUANT_METHOD = "tilewright"
 INPUT_SCALE = "input_scale"  # last part of the name of a static activation scale
-
-
-def whole_number(value: object) -> int:
-    """The value itself.
-
-    Raises:
-        ValueError: It is no integer, or one that no size or count can have.
-    """
-    if type(value) is not int or not 0 <= value <= MAX_SIZE:
-        raise ValueError(f"{str(value)[:50]} is no size or number")
-    return value
 
 
 @dataclass(frozen=True)
@@ -123,6 +113,7 @@ class ModuleSpec:
         gating: Of the upper stack of experts: what follows it; None where the file does not say.
         leading: Rows of each part and columns, all zero, that are stored before a share that begins inside a block of
             scales: what is stored begins where the block does, so that the share keeps the scales of the whole.
+        stack: Where the source held its experts in one tensor that comes back when the directory is unpacked; or None.
     """
 
     layout: Layout
@@ -138,6 +129,7 @@ class ModuleSpec:
     rotation: Rotation | None = None
     gating: Gating | None = None
     leading: tuple[int, int] = (0, 0)
+    stack: SourceStack | None = None
 
     @property
     def stored(self) -> tuple[int, ...]:
@@ -279,6 +271,8 @@ class ModuleSpec:
             fields |= asdict(self.gating)
         if any(self.leading):
             fields["leading"] = list(self.leading)
+        if self.stack:
+            fields["stack"] = self.stack.to_json()
         return fields
 
     @staticmethod
@@ -310,11 +304,14 @@ class ModuleSpec:
                 Rotation.from_json(fields["rotation"]) if "rotation" in fields else None,
                 _gating(fields),
                 _leading(fields),
+                SourceStack.from_json(fields["stack"]) if "stack" in fields else None,
             )
             if len(spec.shape) not in {2, 3} or spec.parts < 1 or spec.shape[-2] % spec.parts or min(spec.shape) < 1:
                 raise ValueError(f"{spec.parts} parts of shape {list(spec.shape)}")
             reject = layout.accepts(spec.format, spec.stored, spec.parts) or spec._why_not_joined()
             reject = reject or spec._why_not_sources() or spec._why_not_leading()
+            if spec.stack:
+                reject = reject or spec.stack.why_not((spec.whole or spec.shape)[-2])
             if spec.rotation:
                 reject = reject or spec.rotation.why_not(spec.format, spec.shape[-1])
         except TilewrightError as error:

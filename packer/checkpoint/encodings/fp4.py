@@ -8,7 +8,9 @@ from typing import Literal
 
 import torch
 
-from tilewright.kernels.tensors import Reject
+from tilewright.kernels.formats import WeightFormat, mxfp4
+from tilewright.kernels.ops.convert import split_nibbles
+from tilewright.kernels.tensors import QTensor, Reject
 
 from ..declared import QuantMethod
 from ..encoding import Decoder, StoredWeight, TensorGroup
@@ -32,6 +34,11 @@ class Fp4Decoder(Decoder):
 
     group: int
     overall: Global = "none"
+
+    def codes(self, tensors: Sequence[torch.Tensor], fmt: WeightFormat) -> QTensor | None:
+        """See `Decoder.codes`."""
+        codes = split_nibbles(tensors[0].contiguous().view(torch.uint8).flatten(1))
+        return QTensor(fmt, codes, mxfp4.from_e8m0(tensors[1]))
 
     def rows(self, tensors: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:
         """See `Decoder.rows`."""
@@ -66,7 +73,9 @@ def _fp4(
     if wrong := group.mismatch(expected, f"FP4 codes in groups of {size}"):  # type: ignore[arg-type]
         return wrong
     names = tuple(group.names[suffix] for suffix in expected)
-    return StoredWeight(group.module, names, group.others(*expected), (*experts, n, k), what, Fp4Decoder(size, overall))
+    stored = mxfp4.MXFP4.id if not global_scale else ""
+    decoder = Fp4Decoder(size, overall)
+    return StoredWeight(group.module, names, group.others(*expected), (*experts, n, k), what, decoder, stored)
 
 
 @dataclass(frozen=True)
@@ -127,6 +136,8 @@ class DeepSeekFp4:
         declared = group.declared
         if "weight" not in group.specs or declared is None or declared.packing != "mxfp4" or not group.is_matrix():
             return None
+        if group.specs["weight"].dtype.is_floating_point and len(group.specs) == 1:
+            return None
         scale = "scale" if "scale" in group.specs else "weight_scale_inv"
         return _fp4(group, "weight", scale, 32, "none", "", "MXFP4 of DeepSeek")
 
@@ -160,7 +171,8 @@ class GptOss:
             return wrong
         names = (group.names["blocks"], group.names["scales"])
         whole = (shape[0], shape[1], shape[2] * 32)
-        return StoredWeight(group.module, names, group.others("blocks", "scales"), whole, "MXFP4", BlocksDecoder(32))
+        others, decoder = group.others("blocks", "scales"), BlocksDecoder(32)
+        return StoredWeight(group.module, names, others, whole, "MXFP4", decoder, mxfp4.MXFP4.id, layout=self.id)
 
 
 FP4_PACKED, MODELOPT_FP4, DEEPSEEK_FP4, GPT_OSS = Fp4Packed(), ModelOptFp4(), DeepSeekFp4(), GptOss()

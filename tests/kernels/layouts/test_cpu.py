@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tilewright.kernels.errors import LayoutError
-from tilewright.kernels.formats import BF16, FORMATS, FP8, INT4_G32, INT8, WeightFormat
+from tilewright.kernels.formats import BF16, FORMATS, FP8, INT4_G32, INT8, MXFP4, WeightFormat
 from tilewright.kernels.formats.integer import IntegerFormat
+from tilewright.kernels.formats.mxfp4 import from_e8m0
 from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.layouts.cpu_blocks import row_unit
 from tilewright.kernels.packed.module_spec import ModuleSpec
@@ -32,6 +33,8 @@ def random_weight(
     codes = bits.to(torch.int16).view(fmt.code_dtype) if fmt.bits == 16 else bits.to(torch.uint8).view(fmt.code_dtype)
     grid = (*lead, fmt.scale_rows(n, parts), fmt.scale_columns(k)) if fmt.has_scales else None
     scales = torch.rand(grid, generator=generator) + 0.01 if grid else None
+    if scales is not None and fmt is MXFP4:
+        scales = from_e8m0(torch.randint(0, 255, scales.shape, generator=generator, dtype=torch.uint8))
     zeros = None
     if grid and asymmetric:
         zeros = torch.randint(0, 16, grid, generator=generator, dtype=torch.uint8)
@@ -56,7 +59,7 @@ def test_unpack_is_the_inverse(layout, fmt, data: st.DataObject) -> None:
     n = parts * data.draw(st.integers(1, 70))
     k = data.draw(st.integers(1, 300))
     shape = (n, k) if data.draw(st.booleans()) else (data.draw(st.integers(1, 3)), n, k)
-    asymmetric = fmt.bits == 4 and data.draw(st.booleans())
+    asymmetric = isinstance(fmt, IntegerFormat) and fmt.bits == 4 and data.draw(st.booleans())
     q = random_weight(fmt, shape, parts, data.draw(st.integers(0, 2**30)), asymmetric=asymmetric)
     assert layout.accepts(fmt, shape, parts) is None
     before = q.codes.clone()
@@ -183,6 +186,8 @@ def test_symmetric_int4_stores_zero_point_8() -> None:
         ("cpu-vnni-int8", FP8, (32, 32), 1, "holds int8, not fp8"),
         ("cpu-vnni-bf16", INT8, (32, 32), 1, "holds bf16, not int8"),
         ("cpu-vnni-int4", INT8, (32, 32), 1, "holds 4-bit codes"),
+        ("cpu-vnni-int4", MXFP4, (32, 32), 1, "holds 4-bit codes"),
+        ("cpu-mxfp4", INT4_G32, (32, 32), 1, "holds mxfp4, not int4-g32"),
         ("cpu-vnni-int4", IntegerFormat("g96", 4, torch.uint8, 7.0, 1, 96, 8), (32, 96), 1, "group 96"),
         ("cpu-vnni-int8", INT8, (32, 65_537), 1, "K = 65537"),
         ("cpu-vnni-fp8", FP8, (33, 32), 2, "N = 33 rows are not 2 equal parts"),
@@ -196,6 +201,33 @@ def test_refusals(name: str, fmt: WeightFormat, shape: tuple[int, ...], parts: i
     assert reject is not None
     assert reject.name == name
     assert reason in reject.reason
+
+
+def test_mxfp4_addresses() -> None:
+    n, k = 70, 150
+    q = random_weight(MXFP4, (n, k), 1, 8)
+    assert q.scales is not None
+    blocks = LAYOUTS["cpu-mxfp4"].pack(q)["weight"]
+    for row, column in itertools.product(range(n), range(k)):
+        block, at, inner = blocks[row // 32, column // 64], column % 64, row % 32
+        byte = int(block[64 + at // 8 * 128 + inner * 4 + at % 2 * 2 + at % 8 // 4])
+        assert (byte & 15 if at % 4 < 2 else byte >> 4) == q.codes[row, column]
+        assert from_e8m0(block[at // 32 * 32 + inner]) == q.scales[row, column // 32]
+    scales, codes = blocks[..., :64], blocks[..., 64:]
+    assert (scales[-1].view(-1, 2, 32)[..., 6:] == 127).all()  # of padded rows
+    assert (codes[-1].view(-1, 8, 32, 4)[:, :, 6:] == 0).all()
+    assert (scales[:, -1, 32:] == 127).all()  # of padded columns
+    assert (codes[:, -1].view(3, 8, -1)[:, 3:] == 0).all()
+
+
+def test_only_powers_of_two_are_mxfp4_scales() -> None:
+    q = random_weight(MXFP4, (32, 64), 1, 9)
+    assert q.scales is not None
+    for wrong in (3.0, 0.0, float("nan"), -1.0, 2.0**-130):
+        scales = q.scales.clone()
+        scales[7, 1] = wrong
+        with pytest.raises(LayoutError, match="no power of two"):
+            LAYOUTS["cpu-mxfp4"].pack(QTensor(MXFP4, q.codes, scales))
 
 
 @pytest.mark.parametrize("name", ["cpu-vnni-int8", "cpu-vnni-int4"])

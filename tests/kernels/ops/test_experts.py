@@ -5,6 +5,7 @@ Integer kinds must give the reference's bits, float kinds its values within the 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +14,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewright.kernels.formats import BF16, FP8, INT4_BY_GROUP, INT8
+from tilewright.kernels.formats import BF16, FP8, INT4_BY_GROUP, INT8, MXFP4
 from tilewright.kernels.layouts.cpu_float import CPU_VNNI_BF16, CPU_VNNI_FP8
 from tilewright.kernels.layouts.cpu_int4 import CPU_VNNI_INT4
 from tilewright.kernels.layouts.cpu_int8 import CPU_VNNI_INT8
+from tilewright.kernels.layouts.cpu_mxfp4 import CPU_MXFP4
 from tilewright.kernels.ops import experts as ops_experts
 from tilewright.kernels.ops import reference, reference_experts
 from tilewright.kernels.tensors import QTensor
 
-KINDS = ["bf16", "int8", "fp8", "int4-g32", "int4-g128", "int4-g64-bf16"]
+KINDS = ["bf16", "int8", "fp8", "int4-g32", "int4-g128", "int4-g64-bf16", "mxfp4"]
 DTYPES = [torch.bfloat16, torch.float32, torch.float16]
 
 
@@ -47,6 +49,8 @@ class Weights:
             parts = zip(codes.chunk(q.parts), scales.chunk(q.parts), strict=True)
             y = torch.cat([reference.linear_fp8(x, *part) for part in parts], -1)
             return y if bias is None else y + bias
+        if self.kind == "mxfp4":
+            return reference.linear_mxfp4(x, codes, scales, bias)
         assert q.zeros is not None
         int8_activations = not self.kind.endswith("bf16")
         return reference.linear_int4(x, codes, q.zeros[expert], scales, q.format.block_k, bias, int8_activations)
@@ -66,6 +70,12 @@ def make_weights(kind: str, e: int, n: int, k: int, parts: int, bias: bool) -> W
         codes = torch.randint(-128, 128, (e, n, k), dtype=torch.int8)
         q = QTensor(INT8, codes, (torch.rand(e, n, 1) * 0.02 + 1e-4) * k**-0.5, parts=parts)
         return Weights(kind, q, CPU_VNNI_INT8.pack(q), b)
+    if kind == "mxfp4":
+        scales = torch.randint(-2, 2, (e, n, MXFP4.scale_columns(k))).float().exp2() * 2.0 ** round(
+            -math.log2(k) / 2 - 1
+        )
+        q = QTensor(MXFP4, torch.randint(0, 16, (e, n, k), dtype=torch.uint8), scales, parts=parts)
+        return Weights(kind, q, CPU_MXFP4.pack(q), b)
     fmt = INT4_BY_GROUP[int(kind.split("-")[1][1:])]
     codes = torch.randint(0, 16, (e, n, k), dtype=torch.uint8)
     grid = (e, n, fmt.scale_columns(k))
@@ -92,6 +102,7 @@ class Layer:
 
     def arguments(self) -> dict[str, Any]:
         given = {"inner": self.inner, "int8_activations": not self.kind.endswith("bf16"), **self.options}
+        given["packing"] = self.kind if self.kind == "mxfp4" else ""
         for name, w in (("w13", self.w13), ("w2", self.w2)):
             given |= {
                 name: w.packed["weight"],

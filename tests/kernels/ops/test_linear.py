@@ -11,16 +11,19 @@ import torch
 from safetensors.torch import load_file
 
 from tilewright.kernels import ops
-from tilewright.kernels.formats import BF16, FP8, INT4_BY_GROUP, INT8
+from tilewright.kernels.formats import BF16, FP8, INT4_BY_GROUP, INT8, MXFP4
+from tilewright.kernels.formats.mxfp4 import from_e8m0
 from tilewright.kernels.layouts.cpu_float import CPU_VNNI_BF16, CPU_VNNI_FP8
 from tilewright.kernels.layouts.cpu_int4 import CPU_VNNI_INT4
 from tilewright.kernels.layouts.cpu_int8 import CPU_VNNI_INT8
+from tilewright.kernels.layouts.cpu_mxfp4 import CPU_MXFP4
 from tilewright.kernels.ops import reference
 from tilewright.kernels.tensors import QTensor
 
 GOLDEN = load_file(Path(__file__).parents[2] / "golden" / "linear_io.safetensors")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KINDS = ["bf16", "fp8", "int8", "int4-g32", "int4-g64", "int4-g128", "int4-g32-bf16", "int4-g64-bf16", "int4-g128-bf16"]
+KINDS.append("mxfp4")
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +59,8 @@ class Layer:
             return ops.linear_fp8(x, weight, self.packed["weight_scale_inv"], self.n, self.bias)
         if self.kind == "int8":
             return ops.linear_int8(x, weight, self.packed["weight_scale"], self.n, self.bias)
+        if self.kind == "mxfp4":
+            return ops.linear_mxfp4(x, weight, self.n, self.bias)
         zeros, scale = self.packed["weight_zero_point"], self.packed["weight_scale"]
         return ops.linear_int4(x, weight, zeros, scale, self.n, self.bias, not self.kind.endswith("bf16"))
 
@@ -67,6 +72,8 @@ class Layer:
             return reference.linear_fp8(x, self.codes, self.scale, self.bias)
         if self.kind == "int8":
             return reference.linear_int8(x, self.codes, self.scale, self.bias)
+        if self.kind == "mxfp4":
+            return reference.linear_mxfp4(x, self.codes, self.scale, self.bias)
         assert self.zeros is not None
         group, int8_activations = int(self.kind.split("-")[1][1:]), not self.kind.endswith("bf16")
         return reference.linear_int4(x, self.codes, self.zeros, self.scale, group, self.bias, int8_activations)
@@ -85,6 +92,10 @@ def make_layer(kind: str, n: int, k: int, bias: bool = False) -> Layer:
     if kind == "int8":
         codes = torch.randint(-128, 128, (n, k), dtype=torch.int8)
         return Layer(kind, n, k, codes, scale, None, CPU_VNNI_INT8.pack(QTensor(INT8, codes, scale)), b)
+    if kind == "mxfp4":
+        codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
+        scale = torch.randint(-9, -4, (n, MXFP4.scale_columns(k))).float().exp2()
+        return Layer(kind, n, k, codes, scale, None, CPU_MXFP4.pack(QTensor(MXFP4, codes, scale)), b)
     group = int(kind.split("-")[1][1:])
     fmt = INT4_BY_GROUP[group]
     codes = torch.randint(0, 16, (n, k), dtype=torch.uint8)
@@ -211,6 +222,48 @@ def test_every_fp8_code(isa: str) -> None:
         x[:, 5] = 1
         y = ops.linear_fp8(x, packed["weight"], torch.ones(2, 1), 256)
         assert torch.equal(y.nan_to_num(nan=1e9), codes[:, 5].float().nan_to_num(nan=1e9).expand(m, -1))
+
+
+@pytest.mark.parametrize("rows", [16, 32])
+def test_every_mxfp4_code_and_scale(isa: str, rows: int) -> None:
+    """So many rows have each scale, alone in their block or not: products with a unit vector are the values of codes.
+
+    What bf16 does not reach is infinite, the scale 255 makes a NaN of every code, and subnormal values may be zero.
+    """
+    n = 256 * rows
+    stored = torch.arange(256, dtype=torch.uint8).repeat_interleave(rows)
+    own = torch.arange(16, dtype=torch.uint8).repeat(n // 16)
+    expected = MXFP4.decode(own) * from_e8m0(stored)
+    tiny = (expected.abs() < 2.0**-126) & (expected != 0)
+    assert int(tiny.sum()) == 2 * (3 + 1) * rows // 16  # 1/2, 1 and 3/2 under 2^-127, 1/2 under 2^-126
+    for column in (0, 37, 95):
+        codes = torch.zeros(n, 96, dtype=torch.uint8)
+        codes[:, column] = own
+        packed = CPU_MXFP4.pack(QTensor(MXFP4, codes, torch.ones(n, 3)))["weight"]
+        packed[..., :64].view(n // 32, 2, 2, 32).copy_(stored.view(n // 32, 1, 1, 32))
+        for m in (1, 3, 40):
+            x = torch.zeros(m, 96)
+            x[:, column] = 1
+            y = ops.linear_mxfp4(x, packed, n)
+            same = (y == expected) | (y.isnan() & expected.isnan()) | (tiny & (y == 0))
+            assert same.all(), (stored[~same[0]], own[~same[0]])
+
+
+def test_mxfp4_gives_the_same_bits_everywhere_but_on_tiles() -> None:
+    torch.manual_seed(11)
+    layer = make_layer("mxfp4", 70, 480, bias=True)
+    x = torch.randn(37, 480) * torch.randn(37, 480).mul(4).exp2()
+    results, before = {}, ops.isa()
+    try:
+        for status in ops.kernel_report():
+            if status.available and not status.name.startswith("amx"):
+                ops.select_isa(status.name)
+                results[status.name] = layer(x)
+    finally:
+        ops.select_isa(before)
+    first, *others = results.values()
+    assert all(torch.equal(first, y) for y in others), list(results)
+    check(layer, x, first)
 
 
 @pytest.mark.parametrize("kind", KINDS)

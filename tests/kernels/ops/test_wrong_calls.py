@@ -12,17 +12,18 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 
 from tilewright.kernels import ops
-from tilewright.kernels.formats import BF16, FP8, INT4_BY_GROUP, INT8, WeightFormat
+from tilewright.kernels.formats import BF16, FP8, INT4_BY_GROUP, INT8, MXFP4, WeightFormat
 from tilewright.kernels.layouts.cpu_float import CPU_VNNI_BF16, CPU_VNNI_FP8
 from tilewright.kernels.layouts.cpu_int4 import CPU_VNNI_INT4
 from tilewright.kernels.layouts.cpu_int8 import CPU_VNNI_INT8
+from tilewright.kernels.layouts.cpu_mxfp4 import CPU_MXFP4
 from tilewright.kernels.modules import norms  # noqa: F401  (gives rms_norm its fake implementation)
 from tilewright.kernels.ops import reference, reference_experts
 from tilewright.kernels.tensors import QTensor
@@ -67,6 +68,8 @@ def quantized(fmt: WeightFormat, n: int, k: int) -> QTensor:
     scales = torch.rand(fmt.scale_rows(n), fmt.scale_columns(k)) * 0.01 + 1e-4
     if fmt is FP8:
         return QTensor(FP8, torch.randn(n, k).to(torch.float8_e4m3fn), scales)
+    if fmt is MXFP4:
+        return QTensor(fmt, torch.randint(0, 16, (n, k)).byte(), scales.log2().floor().exp2())
     if fmt is INT8:
         return QTensor(INT8, torch.randint(-128, 128, (n, k), dtype=torch.int8), scales)
     zeros = torch.randint(0, 17, tuple(scales.shape)).byte()
@@ -90,6 +93,10 @@ def linear_cases(m: int, n: int, k: int, dtype: torch.dtype, bias: torch.Tensor 
     packed = CPU_VNNI_FP8.pack(q)
     fp8 = {"x": x, "weight": packed["weight"], "scale": packed["weight_scale_inv"], **rest}
     yield Case("linear_fp8", fp8, reference.linear_fp8(x, q.codes, q.scales, bias), 0.01)
+    q = quantized(MXFP4, n, k)
+    assert q.scales is not None
+    mxfp4 = {"x": x, **CPU_MXFP4.pack(q), **rest}
+    yield Case("linear_mxfp4", mxfp4, reference.linear_mxfp4(x, q.codes, q.scales, bias), 0.01)
     group = random.choice([32, 64, 128])
     q = quantized(INT4_BY_GROUP[group], n, k)
     assert q.scales is not None
@@ -120,6 +127,19 @@ def expert_cases(m: int, hidden: int, inner: int) -> Iterator[Case]:
 
     routed = {"x": x, "topk_weights": share, "topk_ids": ids, **weights, "activation": "silu"}
     yield Case("fused_experts", routed, reference_experts.fused_experts(x, share, ids, expert, 1.0))
+    few = [quantized(MXFP4, *shape) for shape in ((2 * inner, hidden), (hidden, inner))]
+    mxfp4 = [
+        CPU_MXFP4.pack(replace(q, codes=q.codes[None], scales=q.scales[None], parts=parts))
+        for q, parts in zip(few, (2, 1), strict=True)
+    ]
+    fp4 = {"w13": mxfp4[0]["weight"], "w2": mxfp4[1]["weight"], "inner": inner, "packing": "mxfp4"}
+
+    def small(_number: int, rows: torch.Tensor) -> torch.Tensor:
+        products = [lambda r, q=q: reference.linear_mxfp4(r, q.codes, q.scales) for q in few]
+        return reference_experts.expert(rows, *products, "silu")
+
+    routed = {"x": x, "topk_weights": share, "topk_ids": ids, **fp4}
+    yield Case("fused_experts", routed, reference_experts.fused_experts(x, share, ids, small, 1.0), 0.01)
     ones = torch.ones(m, 1)
     shared = {"x": x, **weights, "activation": "silu"}
     yield Case("fused_mlp", shared, reference_experts.fused_experts(x, ones, ids, expert, 1.0))

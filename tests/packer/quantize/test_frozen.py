@@ -18,6 +18,7 @@ FROZEN = {
     "tiny-qwen3-moe int8 native": "0f6d46fd673f9f60",
     "tiny-qwen3-moe int8 compressed-tensors": "ff956a1e6545f944",
     "tiny-qwen3-moe int4 compressed-tensors": "b3c10f6be8b029f1",
+    "tiny-qwen3-moe mxfp4 compressed-tensors": "074d95e77bac74f0",
     "tiny-qwen3-moe w4afp8 native": "886c0b2fcdb45bcf",
     "tiny-qwen3-moe w4afp8 compressed-tensors": "38d9b18ad5353adc",
     "tiny-deepseek-v3 block-fp8 native": "c9a4295b084a0660",
@@ -25,6 +26,7 @@ FROZEN = {
     "tiny-deepseek-v3 int8 native": "a956b8f3f6af53fc",
     "tiny-deepseek-v3 int8 compressed-tensors": "98dc0e990b9b0daf",
     "tiny-deepseek-v3 int4 compressed-tensors": "6c5c132260d8369f",
+    "tiny-deepseek-v3 mxfp4 compressed-tensors": "1f1f7d7edd483e67",
     "tiny-deepseek-v3 w4afp8 native": "5cd1bff5eb5bf028",
     "tiny-deepseek-v3 w4afp8 compressed-tensors": "9e77adf2f3105f40",
 }

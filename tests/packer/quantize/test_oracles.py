@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 from compressed_tensors.compressors.base import BaseCompressor
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme, preset_name_to_scheme
+from compressed_tensors.quantization.utils.helpers import calculate_qparams
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
-from tilewright.kernels.formats import FP8
+from tilewright.kernels.formats import FP8, MXFP4
+from tilewright.kernels.layouts import LAYOUTS
 from tilewright.kernels.tensors import QTensor
 from tilewright.packer.checkpoint.files import open_checkpoint
 from tilewright.packer.engine.pipeline import execute
@@ -42,7 +44,7 @@ def test_block_fp8_agrees_with_transformers() -> None:
     assert same.float().mean() > 0.999  # where the scale differs in its last bit, ties may fall the other way
 
 
-@pytest.mark.parametrize("scheme", ["block-fp8", "int8", "int4", "w4afp8"])
+@pytest.mark.parametrize("scheme", ["block-fp8", "int8", "int4", "mxfp4", "w4afp8"])
 def test_compressed_tensors_reads_the_same_weights(scheme: str, tiny_model: Any, convert: Make) -> None:
     done = convert(tiny_model, scheme, checkpoint_format="compressed-tensors")
     block = done.plan.config["quantization_config"]
@@ -67,6 +69,25 @@ def test_compressed_tensors_reads_the_same_weights(scheme: str, tiny_model: Any,
         assert module not in block["ignore"]
         checked += 1
     assert checked >= 72
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_mxfp4_numbers_are_those_of_compressed_tensors(dtype: torch.dtype) -> None:
+    """Scales and codes, ties and zeros included, of the library's own observer and compressor."""
+    weight = torch.randn(64, 384) * torch.logspace(-6, 6, 64)[:, None]
+    weight[:, 64:96] = torch.randint(-14, 15, (64, 32)) / 4
+    weight = weight.to(dtype)
+    scheme = QuantizationScheme(targets=["Linear"], weights=preset_name_to_scheme("MXFP4A16", ["Linear"]).weights)
+    groups = weight.reshape(64, -1, 32)
+    scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), scheme.weights)
+    compressor = BaseCompressor.get_value_from_registry("mxfp4-pack-quantized")
+    theirs = compressor.compress({"weight": weight, "weight_scale": scale.float()}, scheme)
+    scales = SOLVERS["rtn"].scales(weight, block_amax(weight, MXFP4), MXFP4)
+    ours = LAYOUTS["mxfp4-pack-quantized"].pack(QTensor(MXFP4, encode(weight, scales, MXFP4), scales))
+    assert torch.equal(ours["weight_scale"], theirs["weight_scale"])
+    assert torch.equal(ours["weight_packed"], theirs["weight_packed"])
+    better = SOLVERS["mse"].scales(weight, block_amax(weight, MXFP4), MXFP4)
+    assert torch.isin(better / scales, torch.tensor([0.5, 1.0, 2.0])).all()
 
 
 def windows(count: int) -> torch.Tensor:

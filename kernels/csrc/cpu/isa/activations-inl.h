@@ -9,6 +9,14 @@ namespace {
 
 inline bool has_int8_activations(Kind kind) { return kind == Kind::int8 || kind == Kind::int4_int8; }
 
+// With mxfp4, vector registers multiply integers: bf16 activations become int16 with one power of two for 32 columns,
+// which changes none of at least 1 / 128 of the largest of them. So the sums of a group are exact, and the same
+// everywhere.
+template <class I>
+constexpr bool has_int16_activations(Kind kind) {
+  return kind == Kind::mxfp4 && I::kInt16;
+}
+
 template <class I>
 void load_row(const Gemm* p, int64_t row, float* out) {
   to_floats<I>(element(p->problem.x, p->problem.dtype, row * p->problem.x_stride), p->problem.dtype, p->problem.k, out);
@@ -57,6 +65,22 @@ inline float quantize_row(const float* x, int64_t k, int8_t* q, uint32_t flip) {
   return amax / 127.0f;
 }
 
+// q = round_half_even(x * 2^(14 - e)) of bf16 numbers, of which 2^e is the power of two below the largest; returns
+// 2^(e - 15), as weights are stored as twice their values. A NaN or an infinity in x makes it NaN. Activations below
+// 2^-100 lose digits, so that no power of two leaves the range of fp32.
+inline float quantize_words(const float* x, int64_t k, int16_t* q) {
+  uint32_t top = 0;
+  for (int64_t i = 0; i < k; ++i) {
+    const uint32_t magnitude = uint32_t(float_to_bf16(x[i]) & 0x7fff);
+    top = magnitude > top ? magnitude : top;
+  }
+  const uint32_t exponent = top >> 7 < 27 ? 27 : top >> 7;  // biased; 27 is 2^-100
+  const float factor = from_bits((127 + 14 + 127 - exponent) << 23);
+  constexpr float kRound = 12582912.0f;
+  for (int64_t i = 0; i < k; ++i) q[i] = int16_t(bits(bf16_to_float(float_to_bf16(x[i])) * factor + kRound) & 0xffff);
+  return exponent == 255 ? __builtin_nanf("") : from_bits((exponent - 15) << 23);
+}
+
 inline void place_row(const uint32_t* units, const Gemm* p, uint32_t* group, int64_t rows, int64_t row) {
   const int64_t span = p->plan.unit_span;
   uint32_t* out = group + row * span;
@@ -71,13 +95,22 @@ inline void place_row(const uint32_t* units, const Gemm* p, uint32_t* group, int
 template <class I>
 void prepare_row(const Gemm* p, int64_t row, float* values, void* units) {
   const int64_t k = p->problem.k;
-  if (!I::kFloatUnits && !has_int8_activations(p->problem.kind) && p->problem.dtype == Float::bf16 &&
-      !p->problem.rotation) {
+  if (!I::kFloatUnits && !has_int8_activations(p->problem.kind) && !has_int16_activations<I>(p->problem.kind) &&
+      p->problem.dtype == Float::bf16 && !p->problem.rotation) {
     memcpy(units, static_cast<const uint16_t*>(p->problem.x) + row * p->problem.x_stride, size_t(k) * 2);
     return;
   }
   load_row<I>(p, row, values);
   if (p->problem.rotation) rotate(values, k, p->problem.rotation);
+  if (has_int16_activations<I>(p->problem.kind)) {
+    int16_t* const q = static_cast<int16_t*>(units);
+    float* const scales = p->memory.row_scale + row * p->plan.scales_per_row;
+    for (int64_t g = 0; g < p->plan.scales_per_row; ++g) {
+      const int64_t first = g * kMxfp4Group;
+      scales[g] = quantize_words(values + first, larger(0, smaller(kMxfp4Group, k - first)), q + first);
+    }
+    return;
+  }
   if (!has_int8_activations(p->problem.kind)) {
     if constexpr (I::kFloatUnits) {
       float* out = static_cast<float*>(units);

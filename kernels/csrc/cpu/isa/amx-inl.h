@@ -27,7 +27,7 @@ class AmxIsa : public Panels {
   static constexpr int kFloatRows = kGroupRows, kIntRows = kGroupRows;
   static constexpr int kMaxKGroups = 8;
   static constexpr bool kFloatUnits = false, kBiasedInt8 = false;
-  static constexpr bool kChained = true;
+  static constexpr bool kChained = true, kInt16 = false;
   static constexpr int64_t kMaxBlocksPerPass = 2;  // at most
   // Tiles that come from the second-level cache take about three times as long as their products, and where two virtual
   // processors share a core, each has half of the first level (48 KiB) and of the second. So two groups of rows take
@@ -162,7 +162,7 @@ class AmxIsa : public Panels {
       scaled<G, true>(t, ahead);
     else if (p_->problem.kind == Kind::int8)
       in_place<G, true>(t, ahead);
-    else if (p_->problem.kind == Kind::bf16)
+    else if (p_->problem.kind == Kind::bf16 || p_->problem.kind == Kind::mxfp4)
       in_place<G, false>(t, ahead);
     else if (p_->problem.kind == Kind::int4_int8)
       scaled<G, true>(t, ahead);
@@ -177,7 +177,10 @@ class AmxIsa : public Panels {
       zero_sums<G>();
     else
       load_sums<G>(t.sum);
-    accumulate<G, kInt8, false>(t.c, t.column, t.columns, ahead);
+    if (t.c.panel)
+      accumulate<G, kInt8, false>(t.c, t.column, t.columns, ahead);
+    else
+      decode_and_accumulate<G, kInt8, false>(t.c, t.column, t.columns, ahead);
     store_sums<G>(t.sum);
   }
 
@@ -190,7 +193,7 @@ class AmxIsa : public Panels {
       if (c.panel)
         accumulate<G, kInt8, true>(c, k, smaller(c.k_group, end - k), ahead);
       else
-        decode_and_accumulate<G, kInt8>(c, k, smaller(c.k_group, end - k), ahead);
+        decode_and_accumulate<G, kInt8, true>(c, k, smaller(c.k_group, end - k), ahead);
       add_scaled_rows<kInt8>(kGroupRows);
       other_part_ = !other_part_;
       store_sums<G>(parts_[other_part_]);
@@ -281,7 +284,7 @@ class AmxIsa : public Panels {
 
   // Weights that a single group of rows reads are decoded one step before the tiles take them: the processor reads
   // memory, decodes and multiplies at the same time.
-  template <int G, bool kInt8>
+  template <int G, bool kInt8, bool kScaled>
   void decode_and_accumulate(const Chunk& c, int64_t k, int64_t columns, Ahead& ahead) {
     if (k == 0) Panels::decode(p_->problem.kind, c, 0, step_columns_, steps_[other_step_]);
     for (const int64_t end = k + columns; k < end; k += step_columns_) {
@@ -289,7 +292,7 @@ class AmxIsa : public Panels {
       other_step_ = !other_step_;
       const int64_t next = k + step_columns_;
       if (next < c.columns) Panels::decode(p_->problem.kind, c, next, step_columns_, steps_[other_step_]);
-      one_step<G, kInt8, true>(w, ahead);
+      one_step<G, kInt8, kScaled>(w, ahead);
     }
   }
 

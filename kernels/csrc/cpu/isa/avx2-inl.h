@@ -62,10 +62,12 @@ struct Avx2 {
 
   static Quad load_quad(const uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 #ifdef TILEWRIGHT_AVXVNNI
+  static N dot_s16(N acc, N w, N a) { return _mm256_dpwssd_avx_epi32(acc, w, a); }
   static constexpr bool kBiasedInt8 = true;
   static N dot_s8(N acc, Quad w, N a) { return _mm256_dpbusd_avx_epi32(acc, a, w); }
   static N dot_u4(N acc, Quad w, N a) { return _mm256_dpbusd_avx_epi32(acc, w, a); }
 #else
+  static N dot_s16(N acc, N w, N a) { return _mm256_add_epi32(acc, _mm256_madd_epi16(w, a)); }
   static constexpr bool kBiasedInt8 = false;
   // |w| * sign(w) a: the pair sums stay within 2 * 128 * 127, where (a + 128) * w would saturate 16 bits.
   static N dot_s8(N acc, Quad w, N a) { return dot_u4(acc, _mm256_abs_epi8(w), _mm256_sign_epi8(a, w)); }
@@ -165,6 +167,34 @@ struct Avx2 {
     void finish() const {}
   };
 
+  // 8 k of 8 columns of mxfp4, two k in a lane: a table gives twice the values as bytes, which become int16.
+  struct Mxfp4 {
+    __m256i low, high;
+    explicit Mxfp4(const uint8_t* codes) {
+      const __m256i x = load_quad(codes), mask = _mm256_set1_epi8(0x0f);
+      const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(kTwiceE2m1)));
+      low = _mm256_shuffle_epi8(table, _mm256_and_si256(x, mask));
+      high = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(x, 4), mask));
+    }
+    template <int I>
+    __m256i pair() const {
+      const __m256i values = I % 2 ? high : low;
+      return _mm256_srai_epi16(I < 2 ? _mm256_slli_epi16(values, 8) : values, 8);
+    }
+  };
+
+  static void mxfp4_words(const Chunk& c, uint8_t* out) {
+    for (int64_t u = 0; u < c.columns / 8; ++u)
+      for (int v = 0; v < 4; ++v) {
+        const Mxfp4 source(c.weights + u / 8 * kMxfp4Bytes + kMxfp4Scales + u % 8 * 128 + v * 32);
+        int32_t* const to = reinterpret_cast<int32_t*>(out + u * 512 + v * 32);
+        store_int(to, source.template pair<0>());
+        store_int(to + kBlockN, source.template pair<1>());
+        store_int(to + 2 * kBlockN, source.template pair<2>());
+        store_int(to + 3 * kBlockN, source.template pair<3>());
+      }
+  }
+
   static void scale_weights(Kind kind, Chunk& c) {
     if (kind == Kind::fp8)
       for (int64_t i = 0; i < c.k_groups * kBlockN; ++i) c.scale[i] *= 256;
@@ -196,6 +226,10 @@ struct Avx2 {
   }
 
   static const uint8_t* panel(Kind kind, const Chunk& chunk, uint8_t* out) {
+    if (kind == Kind::mxfp4) {
+      mxfp4_words(chunk, out);
+      return out;
+    }
     for (int64_t f = 0; f < chunk.k_groups; ++f) {
       const Chunk c = k_group_of(chunk, f);
       uint8_t* const to = out + f * chunk.k_group_panel;

@@ -21,8 +21,23 @@ constexpr Fp8Tables fp8_tables() {
 
 constexpr Fp8Tables kFp8 = fp8_tables();
 
-// kSigned: zero points are taken off the int4 codes here, not from the products.
-template <bool kSigned>
+// What 16-bit lanes look up with the lowest 5 of their bits, of which the highest is not part of an e2m1 code.
+struct Mxfp4Table {
+  alignas(64) uint16_t bf16[32], twice[32];  // the value, and twice the value as an integer
+};
+constexpr Mxfp4Table mxfp4_table() {
+  constexpr uint16_t kMagnitude[8] = {0, 0x3f00, 0x3f80, 0x3fc0, 0x4000, 0x4040, 0x4080, 0x40c0};
+  Mxfp4Table t{};
+  for (int i = 0; i < 32; ++i) {
+    t.bf16[i] = uint16_t(kMagnitude[i & 7] | (i & 8) << 12);
+    t.twice[i] = uint16_t(int16_t(kTwiceE2m1[i & 15]));
+  }
+  return t;
+}
+constexpr Mxfp4Table kMxfp4 = mxfp4_table();
+
+// kTiles: for AMX. Zero points are taken off the int4 codes here, not from the products, and mxfp4 becomes bf16.
+template <bool kTiles>
 struct Avx512Panels {
   static void scale_weights(Kind, Chunk&) {}
 
@@ -56,6 +71,71 @@ struct Avx512Panels {
     return _mm512_or_si512(_mm512_srli_epi32(low, 16), high);
   }
 
+  // 8 k of 16 columns of mxfp4, two k in a lane: the I-th pair, from one of the tables.
+  struct Mxfp4 {
+    __m512i x;
+    explicit Mxfp4(const uint8_t* codes) : x(_mm512_loadu_si512(codes)) {}
+    template <int I>
+    __m512i pair(const uint16_t* table = kMxfp4.twice) const {
+      return _mm512_permutexvar_epi16(I ? _mm512_srli_epi16(x, 4 * I) : x, _mm512_load_si512(table));
+    }
+  };
+
+  // Twice the values of a chunk as int16.
+  static void mxfp4_words(const Chunk& c, uint8_t* out) {
+    for (int64_t u = 0; u < c.columns / 8; ++u)
+      for (int v = 0; v < 2; ++v) {
+        const Mxfp4 source(c.weights + u / 8 * kMxfp4Bytes + kMxfp4Scales + u % 8 * 128 + v * 64);
+        uint8_t* const to = out + u * 512 + v * 64;
+        _mm512_storeu_si512(to, source.template pair<0>());
+        _mm512_storeu_si512(to + 128, source.template pair<1>());
+        _mm512_storeu_si512(to + 256, source.template pair<2>());
+        _mm512_storeu_si512(to + 384, source.template pair<3>());
+      }
+  }
+
+  // A group of columns of a block of mxfp4 as bf16: scales are added to the exponents of all codes but zeros.
+  static void mxfp4_pairs(const uint8_t* block, const uint8_t* ahead, int group, uint8_t* out) {
+    for (int line = 0; line < 9; ++line) _mm_prefetch(ahead + group * (kMxfp4Bytes / 2) + line * 64, _MM_HINT_T0);
+    const uint8_t *const scales = block + group * kBlockN, *codes = block + kMxfp4Scales + group * 512;
+    const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales));
+    // Under scales outside of 2 .. 252 some code is no normal number of bf16.
+    if (_mm256_cmpgt_epu8_mask(_mm256_sub_epi8(bytes, _mm256_set1_epi8(2)), _mm256_set1_epi8(char(250)))) [[unlikely]] {
+      for (int64_t k = 0; k < kMxfp4Group; ++k)
+        for (int64_t n = 0; n < kBlockN; ++n) {
+          const uint16_t value = mxfp4_to_bf16(mxfp4_code(block, group * kMxfp4Group + k, n), scales[n]);
+          memcpy(out + ((k / 2 * kBlockN + n) * 2 + k % 2) * 2, &value, 2);
+        }
+      return;
+    }
+    for (int v = 0; v < 2; ++v) {
+      const __m512i e = _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + v * 16)));
+      const __m512i both = _mm512_or_si512(e, _mm512_slli_epi32(e, 16));
+      const __m512i exponent = _mm512_slli_epi16(_mm512_sub_epi16(both, _mm512_set1_epi16(127)), 7);
+      const auto scaled = [&](__m512i value) __attribute__((always_inline)) {
+        const __mmask32 nonzero = _mm512_test_epi16_mask(value, _mm512_set1_epi16(0x7fff));
+        return _mm512_mask_add_epi16(value, nonzero, value, exponent);
+      };
+      for (int u = 0; u < 4; ++u) {
+        const Mxfp4 source(codes + u * 128 + v * 64);
+        uint8_t* const to = out + u * 512 + v * 64;
+        _mm512_storeu_si512(to, scaled(source.template pair<0>(kMxfp4.bf16)));
+        _mm512_storeu_si512(to + 128, scaled(source.template pair<1>(kMxfp4.bf16)));
+        _mm512_storeu_si512(to + 256, scaled(source.template pair<2>(kMxfp4.bf16)));
+        _mm512_storeu_si512(to + 384, scaled(source.template pair<3>(kMxfp4.bf16)));
+      }
+    }
+  }
+
+  // Columns [k, k + columns) of a chunk of mxfp4.
+  static void mxfp4(const Chunk& c, int64_t k, int64_t columns, uint8_t* out) {
+    if constexpr (!kTiles) return mxfp4_words(c, out);
+    for (int64_t end = k + columns; k < end; k += kMxfp4Group, out += kMxfp4Group * kBlockN * 2) {
+      const int64_t at = k / kMxfp4Columns * kMxfp4Bytes;
+      mxfp4_pairs(c.weights + at, c.ahead + at, int(k % kMxfp4Columns / kMxfp4Group), out);
+    }
+  }
+
   static __m512i load_zeros(const int8_t* z) {
     return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(z)));
   }
@@ -73,6 +153,10 @@ struct Avx512Panels {
         _mm512_storeu_si512(out + i, plus_128(_mm512_loadu_si512(c.weights + i)));
       return out;
     }
+    if (kind == Kind::mxfp4) {
+      mxfp4(c, 0, c.columns, out);
+      return out;
+    }
     const int64_t bytes = kBlockN * (kind == Kind::int4_int8 ? 1 : 2);
     for (int64_t k = 0; k < c.columns; k += c.k_group)
       decode(kind, c, k, smaller(c.k_group, c.columns - k), out + k * bytes);
@@ -81,6 +165,7 @@ struct Avx512Panels {
 
   // Columns [k, k + columns) of a chunk, all in one k_group.
   static void decode(Kind kind, const Chunk& c, int64_t k, int64_t columns, uint8_t* out) {
+    if (kind == Kind::mxfp4) return mxfp4(c, k, columns, out);
     if (kind == Kind::fp8) {
       const uint8_t *from = c.weights + k * kBlockN, *ahead = c.ahead + k * kBlockN;
       __m512i v[2];
@@ -166,7 +251,7 @@ struct Avx512Panels {
       __m512i v[2];
       _mm_prefetch(ahead + q * 64, _MM_HINT_T0);
       nibbles(from + q * 64, v);
-      if constexpr (kSigned)
+      if constexpr (kTiles)
         store(out, q, _mm512_sub_epi8(v[0], zero0), _mm512_sub_epi8(v[1], zero1));
       else
         store(out, q, v[0], v[1]);

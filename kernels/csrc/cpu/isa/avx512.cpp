@@ -50,6 +50,7 @@ struct Avx512 : Avx512Panels<false> {
   static Quad load_quad(const uint8_t* p) { return _mm512_loadu_si512(p); }
   static N dot_s8(N acc, Quad w, N a) { return _mm512_dpbusd_epi32(acc, a, w); }
   static N dot_u4(N acc, Quad w, N a) { return _mm512_dpbusd_epi32(acc, w, a); }
+  static N dot_s16(N acc, N w, N a) { return _mm512_dpwssd_epi32(acc, w, a); }
 
   template <int S>
   using Bf16Pairs = Panel<Avx512>::Pairs<S>;  // never asked for: bf16 weights are their own panel

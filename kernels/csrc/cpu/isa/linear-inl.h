@@ -60,6 +60,8 @@ inline int64_t weight_bytes(const Gemm* p, int64_t columns) {  // of a block, wi
     case Kind::fp8:
     case Kind::int8:
       return columns * kBlockN;
+    case Kind::mxfp4:
+      return columns * kMxfp4Bytes / kMxfp4Columns;
     default:
       return columns / p->problem.group * (p->problem.group * 16 + 128);
   }
@@ -120,6 +122,18 @@ inline TaskMemory pass_memory(const GemmPlan& plan, TaskMemory w, int64_t i) {
   return w;
 }
 
+// The scales of a group of columns of mxfp4. Through copies, so that the loop becomes vector code.
+inline void mxfp4_scales(const uint8_t* stored, float* scale) {
+  uint8_t bytes[kBlockN];
+  uint32_t powers[kBlockN];
+  memcpy(bytes, stored, sizeof bytes);
+  for (int n = 0; n < kBlockN; ++n) {
+    const uint32_t byte = bytes[n];
+    powers[n] = byte << 23 | (byte == 255 ? 0x00400000 : 0) | (byte == 0 ? 0x00400000 : 0);
+  }
+  memcpy(scale, powers, sizeof powers);
+}
+
 // The weights and scales of the chunk at column k0 of a block, whose decoding asks for weights `ahead` bytes on.
 template <class I>
 Chunk chunk_of(const Gemm* p, int64_t block, int64_t k0, bool panel, int64_t ahead, const TaskMemory& w) {
@@ -128,7 +142,8 @@ Chunk chunk_of(const Gemm* p, int64_t block, int64_t k0, bool panel, int64_t ahe
   c.columns = smaller(p->plan.chunk, p->problem.padded_k - k0);
   c.k_group = p->plan.k_group;
   c.k_groups = ceil_div(c.columns, c.k_group);
-  const int64_t columns_of_unit = has_int8_activations(p->problem.kind) ? 4 : I::kFloatUnits ? 1 : 2;
+  const bool words = has_int16_activations<I>(p->problem.kind);
+  const int64_t columns_of_unit = has_int8_activations(p->problem.kind) ? 4 : I::kFloatUnits && !words ? 1 : 2;
   c.k_group_bytes = weight_bytes(p, c.k_group);
   c.k_group_units = c.k_group / columns_of_unit;
   c.k_group_panel = c.k_group_units * kBlockN * 4;
@@ -140,7 +155,7 @@ Chunk chunk_of(const Gemm* p, int64_t block, int64_t k0, bool panel, int64_t ahe
   c.index = k0 / c.k_group;
   c.scale_shift = p->plan.scale_shift;
   if (p->memory.row_sums) c.sums = p->memory.row_sums + c.index;
-  if (p->problem.activation_group) c.row_scale = p->memory.row_scale + (c.index >> p->plan.scale_shift);
+  if (p->problem.activation_group || words) c.row_scale = p->memory.row_scale + (c.index >> p->plan.scale_shift);
   if (p->problem.kind == Kind::fp8) {
     c.scale = w.scale;
     const float* scale = p->problem.scale + block * kBlockN / 128 * ceil_div(p->problem.k, 128) + k0 / 128;
@@ -150,6 +165,11 @@ Chunk chunk_of(const Gemm* p, int64_t block, int64_t k0, bool panel, int64_t ahe
     c.scale = w.scale;
     memcpy(c.scale, p->problem.scale + (block * groups + g) * kBlockN, size_t(c.k_groups * kBlockN) * sizeof(float));
     c.zeros = p->problem.zeros + (block * groups + g) * kBlockN;
+  }
+  if (words) {
+    c.scale = w.scale;
+    for (int64_t g = 0; g < c.k_groups; ++g)
+      mxfp4_scales(c.weights + g / 2 * kMxfp4Bytes + g % 2 * kBlockN, c.scale + g * kBlockN);
   }
   I::scale_weights(p->problem.kind, c);
   const bool as_packed = (p->problem.kind == Kind::int8 && !(I::kBiasedInt8 && p->problem.activation_group)) ||
@@ -306,20 +326,25 @@ template <class I>
 GemmPlan plan(const GemmProblem* problem, int32_t threads, const Blocking* blocking) {
   const GemmProblem& p = *problem;
   GemmPlan g{};
-  const bool integers = has_int8_activations(p.kind);
-  g.rows = integers ? I::kIntRows : I::kFloatRows;
+  const bool words = has_int16_activations<I>(p.kind), integers = has_int8_activations(p.kind);
+  g.rows = integers || words ? I::kIntRows : I::kFloatRows;
   g.unit_span = I::span(p.kind, p.group);
-  g.units = round_up(integers ? p.padded_k / 4 : I::kFloatUnits ? p.padded_k : p.padded_k / 2, g.unit_span);
+  const int64_t columns_of_unit = integers ? 4 : I::kFloatUnits && !words ? 1 : 2;
+  g.units = round_up(p.padded_k / columns_of_unit, g.unit_span);
   g.activation_bytes = size_t(p.m * g.units) * 4;
-  const int64_t most = integers ? blocking->int8_chunk : blocking->bf16_chunk;
+  const int64_t most = integers || words ? blocking->int8_chunk : blocking->bf16_chunk;
   const int64_t l1_k_block = blocking->l1_k_bytes / (integers ? 1 : 2);
-  const bool panel = I::needs_panel(p.m), scaled = p.group || p.activation_group || p.kind == Kind::fp8;
+  const bool panel = I::needs_panel(p.m), scaled = p.group || p.activation_group || p.kind == Kind::fp8 || words;
   // Where sums go on from those of the last k_group, cuts change no bits; without a panel they also save no space.
   const int64_t unscaled = I::kChained && !panel ? p.padded_k : most;
-  g.k_group = p.kind == Kind::fp8 ? 128 : p.group ? p.group : scaled ? p.activation_group : unscaled;
+  g.k_group = p.kind == Kind::fp8 ? 128
+              : words             ? kMxfp4Group
+              : p.group           ? p.group
+              : scaled            ? p.activation_group
+                                  : unscaled;
   // Where weights have groups, those of the activations are no smaller.
   while (p.activation_group > g.k_group << g.scale_shift) ++g.scale_shift;
-  g.scales_per_row = p.activation_group ? ceil_div(p.padded_k, g.k_group << g.scale_shift) : integers;
+  g.scales_per_row = p.activation_group || words ? ceil_div(p.padded_k, g.k_group << g.scale_shift) : integers;
   const bool takes_off_zeros =
       p.kind == Kind::int4_int8 || (p.kind == Kind::int8 && p.activation_group && I::kBiasedInt8);
   g.sums_per_row = takes_off_zeros ? ceil_div(p.padded_k, g.k_group) : 0;

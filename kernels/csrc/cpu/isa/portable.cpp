@@ -71,6 +71,11 @@ struct Portable : ScalarPanels<Floats, false> {
     for (int i = 0; i < 4; ++i) acc += w.k[i] * (N{} + int32_t(int8_t(uint32_t(a[0]) >> (8 * i))));
     return acc;
   }
+  static N dot_s16(N acc, N w, N a) {
+    for (int i = 0; i < kLanes; ++i)
+      acc[i] += int16_t(w[i]) * int16_t(a[i]) + int16_t(w[i] >> 16) * int16_t(a[i] >> 16);
+    return acc;
+  }
   static N dot_u4(N acc, const Quad& w, N a) { return dot_s8(acc, w, a); }  // codes 0..15 are positive int8 too
 };
 

@@ -57,4 +57,22 @@ constexpr uint16_t fp8_to_bf16(uint8_t code) {
   return uint16_t(sign | value);
 }
 
+// Twice the values of e2m1 codes, and the power of two of an e8m0 byte: 2^(byte - 127), NaN for 255.
+constexpr int8_t kTwiceE2m1[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
+inline float e8m0_to_float(uint8_t byte) {
+  return from_bits(byte == 255 ? 0x7fc00000 : byte ? uint32_t(byte) << 23 : 0x00400000);
+}
+
+// bf16 of an e2m1 code times a scale, exact where bf16 has it; beyond its range infinite.
+inline uint16_t mxfp4_to_bf16(int code, uint8_t scale) {
+  const float value = float(kTwiceE2m1[code]) * 0.5f * e8m0_to_float(scale);
+  return uint16_t(bits(value) >> 16 | (code == 8 && scale != 255 ? 0x8000 : 0));
+}
+
+// The code of column k and row n of a block of mxfp4, and its scale.
+inline int mxfp4_code(const uint8_t* block, int64_t k, int64_t n) {
+  return block[kMxfp4Scales + k / 8 * 128 + n * 4 + k % 2 * 2 + k % 8 / 4] >> (k % 4 / 2 * 4) & 15;
+}
+inline uint8_t mxfp4_scale(const uint8_t* block, int64_t k, int64_t n) { return block[k / kMxfp4Group * kBlockN + n]; }
+
 }  // namespace

@@ -6,11 +6,13 @@ namespace {
 
 // Pairs [k/2][32][2] of bf16, what the products of two bf16 read; Floats [k][32] of fp32.
 struct Pairs {
+  static constexpr bool kTiles = true;  // they belong to AMX
   static void put(uint8_t* panel, int64_t k, int64_t column, uint16_t value) {
     memcpy(panel + ((k / 2 * kBlockN + column) * 2 + k % 2) * 2, &value, 2);
   }
 };
 struct Floats {
+  static constexpr bool kTiles = false;
   static void put(uint8_t* panel, int64_t k, int64_t column, uint16_t value) {
     const float f = bf16_to_float(value);
     memcpy(panel + (k * kBlockN + column) * 4, &f, 4);
@@ -47,6 +49,15 @@ struct ScalarPanels {
           out[(to / 4 * kBlockN + n) * 4 + to % 4] = uint8_t(kSigned ? code - zero : code);
         else
           Form::put(out, to, n, float_to_bf16(float(code - zero)));
+      } else if (kind == Kind::mxfp4) {
+        const uint8_t* const block = c.weights + k / kMxfp4Columns * kMxfp4Bytes;
+        const int64_t at = k % kMxfp4Columns;
+        const int code = mxfp4_code(block, at, n);
+        const int16_t twice = kTwiceE2m1[code];
+        if constexpr (Form::kTiles)
+          Form::put(out, to, n, mxfp4_to_bf16(code, mxfp4_scale(block, at, n)));
+        else
+          memcpy(out + ((to / 2 * kBlockN + n) * 2 + to % 2) * 2, &twice, 2);
       } else if (kind == Kind::fp8) {
         Form::put(out, to, n, fp8_to_bf16(c.weights[element]));
       } else {

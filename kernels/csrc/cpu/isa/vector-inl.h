@@ -8,6 +8,8 @@
 //   vectors(rows)  registers of columns for each row, when `rows` rows share the register file
 //   Bf16Pairs, Fp8Pairs, Int4Pairs, Int4Quads, UnsignedQuads (int8 codes + 128)  sources of weights that decode in
 //   registers, see Panel*
+//   Mxfp4          the same for mxfp4, 8 k of one vector of columns at a time: twice the values as int16, two k a lane
+//   dot_s16        acc + w . a for two k, int16
 #include "linear-inl.h"
 
 namespace {
@@ -87,6 +89,50 @@ template <class V, int R, template <int> class Source>
       float* const s = static_cast<float*>(at.sum) + r * kBlockN + (v0 + v) * kLanes;
       const typename V::F part = c.scale ? V::multiply(acc[r][v], scale) : acc[r][v];
       V::store(s, V::add(c.first ? V::zero() : V::load(s), part));
+    });
+  });
+}
+
+// The g-th group of columns of mxfp4: sum += float(sum of integers) * row_scale * scale for the columns from vector v0
+// on. The scales are powers of two and the integers below 2^24, so only the sum is rounded.
+template <class V, int R, bool kPanel>
+[[gnu::always_inline]] inline void mxfp4_group(const Gemm* p, const Chunk& c, const Rows& at, int64_t g, int v0) {
+  constexpr int kVectors = V::vectors(R), kLanes = V::kLanes, kUnitPairs = 4, kUnits = int(kMxfp4Group) / 8;
+  const uint32_t* const a = at.a + (c.unit + g * kUnits * kUnitPairs) * R;
+  typename V::N acc[R][kVectors];
+  TILEWRIGHT_EACH(r, R) {
+    TILEWRIGHT_EACH(v, kVectors) { acc[r][v] = V::zero_int(); });
+  });
+  if constexpr (kPanel) {
+    const uint8_t* const panel = c.panel + g * c.k_group_panel + v0 * kLanes * 4;
+    for (int pair = 0; pair < kUnits * kUnitPairs; ++pair) {
+      typename V::N w[kVectors];
+      TILEWRIGHT_EACH(v, kVectors) {
+        w[v] = V::load_int(reinterpret_cast<const int32_t*>(panel + pair * kBlockN * 4 + v * kLanes * 4));
+      });
+      TILEWRIGHT_EACH(r, R) {
+        const typename V::N activation = V::broadcast(a[pair * R + r]);
+        TILEWRIGHT_EACH(v, kVectors) { acc[r][v] = V::dot_s16(acc[r][v], w[v], activation); });
+      });
+    }
+  } else {
+    const uint8_t* codes = c.weights + g / 2 * kMxfp4Bytes + kMxfp4Scales + g % 2 * (kMxfp4Group / 2) * kBlockN;
+    for (int u = 0; u < kUnits; ++u) TILEWRIGHT_EACH(v, kVectors) {
+        const typename V::Mxfp4 source(codes + u * 128 + (v0 + v) * kLanes * 4);
+        TILEWRIGHT_EACH(i, kUnitPairs) {
+          const typename V::N w = source.template pair<i.value>();
+          TILEWRIGHT_EACH(r, R) { acc[r][v] = V::dot_s16(acc[r][v], w, V::broadcast(a[(u * kUnitPairs + i) * R + r])); });
+        });
+      });
+  }
+  TILEWRIGHT_EACH(v, kVectors) {
+    const int column = (v0 + v) * kLanes;
+    const typename V::F scale = V::load(c.scale + g * kBlockN + column);
+    TILEWRIGHT_EACH(r, R) {
+      float* const s = static_cast<float*>(at.sum) + r * kBlockN + column;
+      const typename V::F factor = V::broadcast_float(c.row_scale[(at.first + r) * p->plan.scales_per_row + g]);
+      const typename V::F part = V::multiply(V::multiply(V::to_float(acc[r][v]), factor), scale);
+      V::store(s, V::add(c.first && g == 0 ? V::zero() : V::load(s), part));
     });
   });
 }
@@ -171,6 +217,12 @@ inline void float_rows(const Chunk& c, const Rows& at) {
     for (int64_t f = 0; f < c.k_groups; ++f) float_k_group<V, R, Source>(k_group_of(c, f), at, v0);
 }
 
+template <class V, int R, bool kPanel>
+inline void mxfp4_rows(const Gemm* p, const Chunk& c, const Rows& at) {
+  for (int v0 = 0; v0 < kBlockN / V::kLanes; v0 += V::vectors(R))
+    for (int64_t g = 0; g < c.k_groups; ++g) mxfp4_group<V, R, kPanel>(p, c, at, g, v0);
+}
+
 template <class V, int R, template <int> class Source, Products kProducts>
 inline void int_rows(const Gemm* p, const Chunk& c, const Rows& at) {
   for (int v0 = 0; v0 < kBlockN / V::kLanes; v0 += V::vectors(R))
@@ -193,6 +245,8 @@ inline void with_panel(const Gemm* p, const Chunk& c, const Rows& at) {
     int_rows<V, R, Panel<V>::template Quads, Products::int8>(p, c, at);
   else if (p->problem.kind == Kind::int4_int8)
     int4_rows<V, R, Panel<V>::template Quads>(p, c, at);
+  else if (p->problem.kind == Kind::mxfp4)
+    mxfp4_rows<V, R, true>(p, c, at);
   else
     float_rows<V, R, Panel<V>::template Pairs>(c, at);
 }
@@ -207,6 +261,8 @@ inline void without_panel(const Gemm* p, const Chunk& c, const Rows& at) {
     float_rows<V, R, V::template Int4Pairs>(c, at);
   else if (p->problem.kind == Kind::int4_int8)
     int4_rows<V, R, V::template Int4Quads>(p, c, at);
+  else if (p->problem.kind == Kind::mxfp4)
+    mxfp4_rows<V, R, false>(p, c, at);
   else if constexpr (V::kBiasedInt8)
     int_rows<V, R, V::template UnsignedQuads, Products::int8_by_group>(p, c, at);
 }
@@ -225,7 +281,7 @@ inline void on_rows(int64_t rows, const Gemm* p, const Chunk& c, const Rows& at)
 template <class V>
 struct VectorIsa : V {
   static constexpr int kMaxKGroups = 16;
-  static constexpr bool kChained = false;
+  static constexpr bool kChained = false, kInt16 = true;
   static constexpr int64_t kMaxBlocksPerPass = 1;
   const Gemm* p;
 
