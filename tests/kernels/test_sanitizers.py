@@ -69,7 +69,8 @@ def test_an_overrun_is_seen(environment: dict[str, str], isa: str) -> None:
     command = [sys.executable, "-c", OVERRUN, isa]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode != 0
-    assert "heap-buffer-overflow" in done.stderr
+    # A read that begins inside and ends outside of the tensor has the other name with some compilers.
+    assert "AddressSanitizer: heap-buffer-overflow" in done.stderr or "AddressSanitizer: unknown-crash" in done.stderr
 
 
 def test_operators_stay_in_their_buffers(environment: dict[str, str]) -> None:

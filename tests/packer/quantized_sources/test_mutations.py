@@ -179,6 +179,7 @@ def outcome(source: QuantizedSource, original: dict[str, torch.Tensor]) -> str:
 
 STRIDE = 6  # one in so many is run, other ones for each variant; TILEWRIGHT_MUTATION_STRIDE=1 runs them all
 COUNTS: dict[str, int] = {"refused": 0, "right": 0}
+RAN: set[str] = set()
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -190,6 +191,7 @@ def test_nothing_is_read_differently_in_silence(name: str) -> None:
     first = list(VARIANTS).index(name) % stride
     outcomes = {what: outcome(mutated, original) for what, mutated in mutations[first::stride]}
     assert {what: found for what, found in outcomes.items() if found not in COUNTS} == {}
+    RAN.add(name)
     for found in outcomes.values():
         COUNTS[found] += 1
 
@@ -197,6 +199,6 @@ def test_nothing_is_read_differently_in_silence(name: str) -> None:
 def test_there_are_enough_of_them() -> None:
     """At least 500 mutations and 60 variants; the most part of them is refused, and some are read."""
     assert len(VARIANTS) >= 60
-    if set(COUNTS.values()) != {0}:  # the test above ran in this process
+    if set(VARIANTS) == RAN:  # in this process
         assert sum(COUNTS.values()) >= 500
         assert COUNTS["refused"] > COUNTS["right"] > 50
