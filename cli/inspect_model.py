@@ -23,7 +23,7 @@ WHAT = "What is read"
     "--excluded",
     is_flag=True,
     group=WHAT,
-    help="Instead, print which modules each engine takes for unquantized, and whether the files agree.",
+    help="Print instead which modules each engine would load as unquantized, and whether the files agree.",
 )
 @option("--checksums", is_flag=True, group=WHAT, help="Also compare all files with the SHA-256 in manifest.json.")
 @json_option

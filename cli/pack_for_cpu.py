@@ -39,7 +39,7 @@ WHAT, RANKS = "What OUTPUT will be", "Several processes (ranks) that share the m
     examples=(
         ("pack-for-cpu quantized packed", "pack a quantized checkpoint"),
         ("pack-for-cpu quantized packed --tp 2", "for two processes, each with half of every matrix"),
-        ("pack-for-cpu packed quantized --unpack", "the way back"),
+        ("pack-for-cpu packed quantized --unpack", "turn it back into the checkpoint"),
     ),
 )
 @source_argument
@@ -54,7 +54,8 @@ WHAT, RANKS = "What OUTPUT will be", "Several processes (ranks) that share the m
     "--absorbed",
     is_flag=True,
     group=WHAT,
-    help="For latent attention (DeepSeek): also split kv_b_proj into w_kc and w_vc, as engines that absorb it want.",
+    help="For latent attention (DeepSeek): also write kv_b_proj as the two matrices w_kc and w_vc."
+    " Engines need them to attend in the latent space.",
 )
 @option(
     "--no-join",

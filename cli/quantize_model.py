@@ -72,14 +72,18 @@ what_options = stacked(
         "rotate activations likewise, which spreads their outliers; few do. Implies --format compressed-tensors.",
     ),
     option(
-        "--exclude", multiple=True, metavar="PATTERN", group=WHICH, help="Leave these modules as they are; repeatable."
+        "--exclude",
+        multiple=True,
+        metavar="PATTERN",
+        group=WHICH,
+        help="Leave these modules as they are. May be repeated.",
     ),
     option(
         "--include",
         multiple=True,
         metavar="PATTERN",
         group=WHICH,
-        help="Quantize these modules although they are left as they are by default, such as lm_head; repeatable.",
+        help="Quantize these modules although they are left as they are by default, such as lm_head. May be repeated.",
     ),
     option(
         "--mtp",
@@ -94,7 +98,8 @@ what_options = stacked(
         "--tied-head",
         type=Choice(("as-source", "tie")),
         group=WHICH,
-        help="If SOURCE has no output head and does not say that the embedding serves as one: leave it so, or say so.",
+        help="What to do if SOURCE has no output head and its config.json does not say that the embedding is one: "
+        "leave config.json as it is, or write that the embedding is the head.",
     ),
     option("--strict", is_flag=True, group=WHICH, help="Refuse the job where a note would warn."),
     option(

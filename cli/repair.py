@@ -45,7 +45,7 @@ DAMAGED = 3
     type=Choice(ENGINES),
     multiple=True,
     group=WHAT,
-    help="An engine that is to load it; repeatable.  [default: all that read its format]",
+    help="An engine that is to load it. May be repeated.  [default: all that read its format]",
 )
 @option(
     "--original",

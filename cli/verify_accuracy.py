@@ -60,7 +60,8 @@ what_options = stacked(
         "--split-loss",
         is_flag=True,
         group=WHAT,
-        help="For --level model and a packed CANDIDATE: tell the cost of its weights from that of rounded activations.",
+        help="For --level model and a packed CANDIDATE: report what its weights cost and what "
+        "rounded activations cost, each on its own.",
     ),
     option(
         "--checksums/--no-checksums",

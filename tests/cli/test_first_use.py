@@ -13,6 +13,7 @@ import pytest
 
 from tilewright.cli.help import Command
 from tilewright.cli.main import COMMANDS, SHORT, load, run, tilewright
+from tilewright.kernels.tensors import Reject
 from tilewright.packer.calibrate.store import Solution
 from tilewright.packer.folding import fold_rejects, with_ranges
 from tilewright.packer.schemes import SCHEMES
@@ -90,10 +91,17 @@ def test_refusals_are_folded_and_the_way_out_comes_first(tmp_path: Path, capfd: 
     code, _, said = command(capfd, "pack", QWEN, tmp_path / "p", "--tp", 3)
     lines = [line for line in said.splitlines() if not line.startswith("note:")]
     assert code == 1
-    assert lines[0] == "error: 27 reasons to refuse, of 9 kinds"
+    assert lines[0] == "error: 9 reasons to refuse"
     assert lines[1] == "  --tp 3 --ep 1: this model cannot be cut so; possible are --tp 1, 2; alone, --ep 1, 2, 4, 8"
-    assert "  model.layers.{0-3}.self_attn.q_proj: 256 rows are not 3 equal shares" in lines
+    assert "  model.layers.0.self_attn.q_proj: 256 rows are not 3 equal shares" in lines  # as in layers 1 to 3
     assert len(lines) == 10
+    rejects = [Reject(f"model.layers.{layer}.{name}", "no", "help") for layer in range(4) for name in ("up", "down")]
+    folded = ["model.layers.{0-3}.up: no", "model.layers.{0-3}.down: no"]
+    assert fold_rejects(rejects) == (folded, "help")
+    assert fold_rejects([*rejects, Reject("config.json", "no")]) == (
+        [f"{one}; help" for one in folded] + ["config.json: no"],
+        None,
+    )
 
 
 def test_numbers_that_occur_are_told() -> None:
