@@ -25,6 +25,7 @@ class LogicalTensor:
         encoding: Name of the encoding of a quantized weight that fits no format, such as "per-tensor FP8".
         sources: Stored tensors that it lies in, for messages and for giving mapped pages back.
         rotation: What its columns were multiplied by before its codes were made; None: nothing.
+        any_scales: It may have zero points, and scales of any type: to be held by what may not, it is rounded anew.
     """
 
     name: str
@@ -34,6 +35,7 @@ class LogicalTensor:
     encoding: str = ""
     sources: tuple[str, ...] = ()
     rotation: Rotation | None = None
+    any_scales: bool = False
 
     def values(self) -> torch.Tensor:
         """The numbers that it stands for, fp32; those of a weight whose input is rotated, as without a rotation."""

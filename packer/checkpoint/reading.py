@@ -116,6 +116,7 @@ def _matrix(checkpoint: Checkpoint, matrix: Matrix) -> LogicalTensor:
         encoding,
         names,
         matrix.stored.rotation if fmt else None,  # other encodings are read as values, without it
+        matrix.stored.requantized,
     )
 
 
@@ -193,7 +194,7 @@ def _packed_module(packed: _Packed) -> Iterator[LogicalTensor]:
             name = template.format(None if expert is None else expert + spec.first_expert)
             read = partial(packed.part, expert, part)
             shape = (rows, spec.shape[-1])
-            yield LogicalTensor(f"{name}.weight", shape, spec.format, read, "", packed.names, spec.rotation)
+            yield LogicalTensor(f"{name}.weight", shape, spec.format, read, "", packed.names, spec.rotation, True)
             if spec.bias_dtype is not None:
                 yield LogicalTensor(
                     f"{name}.bias", (rows,), None, partial(packed.bias, expert, part), sources=packed.names

@@ -25,6 +25,7 @@ from ..records.manifest import FileCheck, check_files, manifest_hash
 from ..threads import threads_for
 from ..verify.folds import follow_folds
 from ..verify.histograms import Histogram
+from ..verify.judges import second_opinion
 from ..verify.layers import check_layers, layer_names
 from ..verify.options import VerifyOptions
 from ..verify.results import LayerResult, ModelResult
@@ -57,6 +58,9 @@ def verify(
         files = _files(sides, progress) if options.checksums else None
         moved = follow_folds(*contents, sides[0].config.get("model_type", ""))
         tensors, histograms = _weights(moved, contents[1], options.thresholds.weight_error, progress)
+        for side in sides:
+            failures, opinions = second_opinion(side)
+            tensors, notes = [*failures, *tensors], [*notes, *opinions]
         layers = _layers(sides[1], progress) if options.includes("layers") else None
         if layers == []:
             notes.append("the candidate is not packed, so there are no packed layers to run")

@@ -129,7 +129,8 @@ def compare_weight(
     if isinstance(stored, torch.Tensor):
         return _compare_kept(source, stored), None
     fmt = stored.format
-    exact = source.format is not None and source.format.id == fmt.id and source.rotation == found.rotation
+    same_format = source.format is not None and source.format.id == fmt.id
+    exact = same_format and source.rotation == found.rotation and (found.any_scales or not source.any_scales)
     original = source.read()
     if isinstance(original, QTensor) and exact and _equal_codes(original, stored):
         error = EQUAL
