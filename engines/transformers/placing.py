@@ -30,7 +30,11 @@ from .stored import StoredTensors
 
 log = logging.getLogger("tilewright")
 # Tensors that checkpoints carry and transformers computes or does not use.
-UNUSED = re.compile(r"\.(?:input_scale|input_zero_point|activation_scale|rotary_emb\.inv_freq)$|\.w_[kv]c$|^mtp\.")
+CACHE_SCALES = re.compile(r"(?:attn|attention|mixer|[qkv]_proj)\.(?:(?:[qkv]|kv)_scale|output_scale)$")
+UNUSED = re.compile(
+    r"\.(?:input_scale|input_zero_point|activation_scale|rotary_emb\.inv_freq)$|\.w_[kv]c$|^mtp\.|"
+    + CACHE_SCALES.pattern
+)
 
 
 @dataclass
@@ -185,6 +189,8 @@ class Placing:
         """Stored modules and tensors that have no place in the model, and should have one."""
         layers = _layer_count(self.model.config)
         ignored = [re.compile(pattern) for pattern in self.model._keys_to_ignore_on_load_unexpected or ()]
+        if scales := [name for name in self.stored.shapes if CACHE_SCALES.search(name)]:
+            log.warning("%s (of %d): not used, transformers keeps keys and values in 16 bits", scales[0], len(scales))
         tied = {source for name in tied_parameters(self.model) for source in self._sources(name)}
         names = []
         for name in self.stored.shapes.keys() - self.used - tied:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from tilewright.kernels.packed.module_spec import ModuleSpec, RankSharding
 from tilewright.kernels.tensors import QTensor
 
 from ..families import family_of
+from ..families.cache_scales import cache_scales
 from ..families.config import is_tied
 from ..plan import Source
 from ..records.ledger import read_ledger
@@ -95,7 +96,8 @@ def _stored_tensors(checkpoint: Checkpoint) -> Iterator[LogicalTensor]:
     activations = tuple(f".{suffix}" for suffix in ACTIVATION_SUFFIXES)
     for name in inventory.loose:
         if name not in biases and not name.endswith(activations):
-            yield _plain(checkpoint, name)
+            for called in cache_scales(name) or (name,):
+                yield replace(_plain(checkpoint, name), name=called)
 
 
 def _bias(checkpoint: Checkpoint, matrix: Matrix) -> torch.Tensor:

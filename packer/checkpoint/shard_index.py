@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -17,6 +18,8 @@ from .consumed import kept_files, read_kept
 
 INDEX_SUFFIX = ".safetensors.index.json"
 INDEX_NAME = "model" + INDEX_SUFFIX
+SINGLE = "model.safetensors"
+COUNTED = re.compile(r"-\d+-of-(\d+)\.safetensors$")
 SHOWN = 8  # names in one message; the rest is counted
 UNFINISHED = (".aria2", ".part", ".incomplete", ".tmp", ".crdownload")  # what downloading tools leave beside a file
 HOLE = 4096  # bytes: a page of zeros at the end
@@ -64,8 +67,11 @@ def find_shards(root: Path, consumed: bool, problems: list[str], *, indexed: boo
         if not present:
             hint = "weights in other formats (.bin, .pt) have to be converted to safetensors first"
             raise CheckpointError(f"{root}: no .safetensors file", hint=hint)
+        present, ignored = _meant(root, present, problems)
         headers = read_headers(root, present, consumed, problems)
-        return Shards(headers, _files_without_index(headers, problems), tuple(_download_notes(root, headers)))
+        notes = [f"{present[0]} is what is read; ignored beside it: {listing(ignored)}"] if ignored else []
+        notes += _download_notes(root, headers)
+        return Shards(headers, _files_without_index(headers, problems), tuple(notes))
     weight_map = read_index(index)
     names = sorted(set(weight_map.values()))
     headers = read_headers(root, names, consumed, problems)
@@ -75,6 +81,26 @@ def find_shards(root: Path, consumed: bool, problems: list[str], *, indexed: boo
         notes.append(f"not in {index.name} and so ignored: {listing(ignored)}")
     notes += _download_notes(root, headers)
     return Shards(headers, files, tuple(notes), index)
+
+
+def _meant(root: Path, present: list[str], problems: list[str]) -> tuple[list[str], list[str]]:
+    """The files that are a model, of a directory without an index, and those that are something else.
+
+    Raises:
+        CheckpointError: There are several, and nothing says which are meant.
+    """
+    if SINGLE in present:  # what transformers reads
+        return [SINGLE], [name for name in present if name != SINGLE]
+    counted = {name: found for name in present if (found := COUNTED.search(name))}
+    kinds = {(name[: counted[name].start()], counted[name][1]) if name in counted else name for name in present}
+    if len(kinds) == 1:
+        count = int(counted[present[0]][1]) if counted else 1
+        if count != len(present):
+            problems.append(f"no {INDEX_NAME}, and only {listing(present)} of {count} shards; fetch the others")
+        return present, []
+    hint = f"name one of them, or add {INDEX_NAME}, which says what is in which"
+    reason = f"no {INDEX_NAME}, and {len(present)} files of weights: {listing(present)}"
+    raise CheckpointError(f"{root}: {reason}", hint=hint)
 
 
 def _find_index(root: Path) -> Path | None:

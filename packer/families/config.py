@@ -10,6 +10,7 @@ from tilewright.kernels.packed.module_spec import Gating
 
 TEXT_PARTS = ("text_config", "language_config", "llm_config", "thinker_config")
 ZERO_EXPERTS = "zero_expert_num"  # experts after the others that give back what they are fed
+VALUES_ARE_KEYS = "attention_k_eq_v"  # layers without a projection of values of their own
 EXPERT_COUNTS = ("num_local_experts", "n_routed_experts", "num_experts")
 LAYERS, HIDDEN, HEADS, KV_HEADS = "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads"
 HEAD_SIZE = "head_dim"

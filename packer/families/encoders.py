@@ -22,6 +22,7 @@ BERT = ModelFamily(
     rules=_BERT,
     axes=_WHOLE,
     head="",
+    tied=("cls.predictions.decoder", "lm_head.decoder", "generator_lm_head", "vocab_projector", "predictions.decoder"),
 )
 T5 = ModelFamily(
     id="t5",

@@ -27,6 +27,7 @@ class ModelFamily:
         gate: What its experts compute between their products, where that is not the activation that config.json names.
         axes: How its Linears are cut for tensor-parallel runs.
         transposed: Ends of the paths of Linears that are stored [in, out], as `Conv1D` of transformers is.
+        tied: Paths of further modules that use the embedding's matrix where embeddings are tied.
         head: Path of the output head, whose matrix is the embedding's where embeddings are tied; empty if other
             modules stand between the two.
     """
@@ -41,6 +42,7 @@ class ModelFamily:
     gate: str = ""
     folds: Mapping[str, tuple[Fold, ...]] = field(default_factory=dict)
     transposed: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
     head: str = "lm_head"
 
     def stores_transposed(self, module: str) -> bool:

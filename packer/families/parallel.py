@@ -33,6 +33,19 @@ MERGED = (
 )
 
 
+# Linears that compute nothing without others beside them: those that are there, and those that have to be.
+TOGETHER: tuple[tuple[frozenset[str], frozenset[str]], ...] = (
+    (frozenset({"q_proj", "k_proj"}), frozenset({"v_proj"})),
+    (frozenset({"q_proj", "v_proj"}), frozenset({"k_proj"})),
+    (frozenset({"k_proj", "v_proj"}), frozenset({"q_proj"})),
+    (frozenset({LONG.gate, LONG.up}), frozenset({LONG.down})),
+    (frozenset({LONG.gate, LONG.down}), frozenset({LONG.up})),
+    (frozenset({LONG.up, LONG.down, "gate_up_proj"}), frozenset({LONG.gate})),
+    (frozenset({"q_a_proj"}), frozenset({"q_b_proj"})),
+    (frozenset({"kv_a_proj_with_mqa"}), frozenset({"kv_b_proj"})),
+)
+
+
 @dataclass(frozen=True)
 class ParallelAxes:
     """How the matrices of a family are cut; what is named nowhere is held whole by every device.

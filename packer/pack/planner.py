@@ -13,6 +13,7 @@ from tilewright.kernels.packed.module_spec import PACKED_VERSION, QUANT_METHOD, 
 from tilewright.kernels.tensors import Reject, TensorSpec
 
 from ..checkpoint import detect_weights, quantization_config
+from ..checkpoint.completeness import incomplete
 from ..checkpoint.encoding import StoredWeight
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.matrices import Matrix, matrices_of
@@ -27,11 +28,12 @@ from ..quantize.planner import source_specs
 from ..records.manifest import solver_of
 from .activation_scales import reduced_scale
 from .degrees import Cuttable, Degrees, forbids_cuts
+from .dequantized import dequantizing
 from .groups import Linear, ModuleGroup, group_experts, join_linears, shares_of, split_zero_experts, without_gate
 from .latent_attention import AbsorbStep, heads_of
 from .sharding import rank_slice_of
 from .steps import PackedPart, PackStep
-from .target import PackTarget, scheme_of, source_layout
+from .target import PackTarget, scheme_of, source_layout, stored_specs
 
 ROUTER = "router: its scores are computed from the plain weight, in the precision that the model asks for"
 SIXTEEN_BITS = ("bf16", "fp16")  # encodings of stacks of experts that are packed
@@ -92,6 +94,7 @@ class _Planner:
         inventory = detect_weights(specs, source.config, source.details)
         self.notes += unknown_model(source.config)
         self.rejects += inventory.rejects
+        self.rejects += incomplete(source, family)
         matrices = self._matrices(inventory.weights, family)
         packed = [matrix for matrix in matrices if family.role(matrix.module) in self.target.roles]
         self.degrees.uncut += forbids_cuts(source.config, specs, packed, family)
@@ -105,12 +108,14 @@ class _Planner:
             if path := family.experts.find(matrix.module):
                 if members := stacks.pop(path.container, []):
                     self._pack_experts(path.container, members, family)
-            elif matrix.stored.quantized or role in self.target.roles:
+            elif role in self.target.roles or (matrix.stored.quantized and role in {"linear", "other"}):
                 group = joined.get(matrix.module) or ModuleGroup(matrix.module, ((matrix,),))
                 if matrix is group.experts[0][0]:
                     self._pack([group], role)
                 if self.target.absorbs and matrix.module.endswith(f".{KV_B}"):
                     self._absorb(matrix)
+            elif matrix.stored.quantized and "linear" in self.target.roles:
+                self._dequantize(matrix, KEPT.get(role, role))
             else:
                 self._copy(matrix.stored.tensors, ROUTER if role == "router" else KEPT.get(role, role))
         self._pack_tied_head([matrix for matrix in matrices if family.role(matrix.module) == "embedding"])
@@ -321,19 +326,11 @@ class _Planner:
         elif rounds_to := weights[0].stored.rounds_to:
             self.notes.append(f"{weights[0].module}: float16 is rounded to {rounds_to}, which the kernels read")
 
-    def _tensors(self, matrix: Matrix) -> dict[str, TensorSpec]:
-        """Suffix -> specification of all tensors under the matrix's module path but its bias."""
-        stored = matrix.stored
-        if not matrix.alone:
-            return {"weight": TensorSpec(self.checkpoint.spec(stored.tensors[0]).dtype, matrix.shape)}
-        names = (*stored.tensors, *stored.companions)
-        return {name.removeprefix(f"{stored.module}."): self.checkpoint.spec(name) for name in names}
-
     def _add_module(self, group: ModuleGroup, layout: Layout, fmt: WeightFormat) -> None:
         """Describe a packed module and its tensors, and what becomes of the tensors that it is made of."""
         weights = [weight for expert in group.experts for weight in expert]
         first = weights[0]
-        stored = source_layout(first, fmt, self._tensors(first))
+        stored = source_layout(first, fmt, stored_specs(first, self.checkpoint))
         biases = [weight.bias for weight in weights]
         if any(biases) and not all(biases):
             self.rejects.append(Reject(group.name, "some of its parts have a bias and others have none"))
@@ -390,6 +387,12 @@ class _Planner:
                 offset = (number - group.numbers.start) * piece.nbytes
                 pieces.append(Piece(f"{group.name}.{suffix}", piece, offset))
         self.tasks.append(Task(tuple(sources), tuple(pieces), PackStep(tuple(parts))))
+
+    def _dequantize(self, matrix: Matrix, reason: str) -> None:
+        task, fates = dequantizing(matrix, reason)
+        self.tasks.append(task)
+        self.tensors |= {piece.name: piece.spec for piece in task.pieces}
+        self.fates |= fates
 
     def _copy(self, names: Iterable[str], reason: str) -> None:
         for name in names:

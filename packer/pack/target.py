@@ -12,6 +12,7 @@ from tilewright.kernels.layouts.base import Layout
 from tilewright.kernels.rotation import Rotation
 from tilewright.kernels.tensors import Reject, TensorSpec
 
+from ..checkpoint.files import Checkpoint
 from ..checkpoint.matrices import Matrix
 from ..families.roles import Role
 
@@ -124,6 +125,15 @@ def source_layout(matrix: Matrix, fmt: WeightFormat, specs: Mapping[str, TensorS
         if wanted == {suffix: shape for suffix, shape in shapes.items() if suffix in wanted}:
             return layout
     return None
+
+
+def stored_specs(matrix: Matrix, checkpoint: Checkpoint) -> dict[str, TensorSpec]:
+    """Suffix -> specification of all tensors under the matrix's module path but its bias."""
+    stored = matrix.stored
+    if not matrix.alone:
+        return {"weight": TensorSpec(checkpoint.spec(stored.tensors[0]).dtype, matrix.shape)}
+    names = (*stored.tensors, *stored.companions)
+    return {name.removeprefix(f"{stored.module}."): checkpoint.spec(name) for name in names}
 
 
 def scheme_of(formats: Mapping[Role, set[str]]) -> str:

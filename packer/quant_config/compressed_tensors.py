@@ -26,8 +26,8 @@ def _block(
         "format": layout,
         "quantization_status": "compressed",
         "global_compression_ratio": None,
-        "kv_cache_scheme": None,
-        "ignore": list(output.unquantized),
+        "kv_cache_scheme": dict(output.kv_cache) if output.kv_cache else None,
+        "ignore": list(dict.fromkeys((*output.unquantized, *output.tied))),
         "config_groups": {"group_0": group},
     }
     return block | ({"transform_config": _transforms(output)} if output.rotated else {})

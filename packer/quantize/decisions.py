@@ -15,6 +15,7 @@ from ..checkpoint import Inventory
 from ..checkpoint.encoding import StoredWeight
 from ..checkpoint.matrices import Matrix, matrices_of
 from ..checkpoint.naming import Naming
+from ..families.cache_scales import cache_scales
 from ..families.experts import SHORT
 from ..families.family import ModelFamily
 from ..families.roles import KEPT, Role
@@ -150,6 +151,7 @@ class Decider:
         if dropped := self._dropped(name, role):
             return Decision(role, "drop", dropped, (name,))
         reason = next((reason for pattern, reason in LOOSE if pattern.search(name)), None)
+        reason = "scale of cached keys or values" if cache_scales(name) else reason
         if reason is None and role == "other":
             reason = KEPT["other"]
             if self.options.strict:
@@ -210,6 +212,8 @@ class Decider:
             if role == "other" and self.options.strict:
                 hint = "add --exclude or --include for it, or leave --strict out to copy it as it is"
                 self.rejects.append(Reject(weight.tensors[0], f"{list(weight.shape)}: {KEPT[role]}", hint))
+            if role != "other" and weight.quantized:  # engines take what is not listed as quantized for 16 bits
+                return SIXTEEN_BITS, f"{weight.encoding} -> bf16: {KEPT[role]}"
             return None, KEPT[role]
         target = self.checkpoint_format.target(role, self.group)
         reason = BY_FORM

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from tilewright.kernels.tensors import Reject, TensorSpec
 
 from ..checkpoint.naming import Naming
+from ..families.cache_scales import cache_scales
 from ..plan import Copy, Fate, FateKind, Piece, Source, Step, Task
 from .decisions import Decision
 from .steps import QuantizeStep, SplitStep
@@ -56,8 +57,8 @@ class Emitter:
                 self._convert(decision)
 
     def _copy(self, name: str, reason: str) -> None:
-        output = self.naming(name)
-        self._task([name], (Source(name),), {output: self.specs[name]}, Copy(), "copied", reason)
+        for output in map(self.naming, cache_scales(name) or (name,)):
+            self._task([name], (Source(name),), {output: self.specs[name]}, Copy(), "copied", reason)
 
     def _convert(self, decision: Decision) -> None:
         weight = decision.weight

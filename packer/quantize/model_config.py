@@ -10,8 +10,11 @@ from tilewright.kernels.model_names import HEAD, TIED
 from tilewright.kernels.tensors import Reject
 
 from ..checkpoint.declared import MLX_KEY, quantization_config
+from ..families.cache_scales import cache_scales
 from ..families.config import LAYERS, MTP_COUNTS, announced_mtp, is_tied
+from ..families.family import ModelFamily
 from ..families.layers import has_embedding, has_head
+from ..families.roles import unwrapped
 from .options import QuantizeOptions
 
 STALE = ("quantization_config", "compression_config")
@@ -71,6 +74,26 @@ def output_config(
             holder[TIED] = True
     config["quantization_config"] = block
     return config, notes
+
+
+def tied_heads(names: Iterable[str], config: Mapping[str, Any], family: ModelFamily) -> tuple[str, ...]:
+    """Paths of the modules that use the embedding's matrix, of a source that holds no matrix of an output head."""
+    modules = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+    heads = {path for path in (family.head, *family.tied) if path}
+    tables = [module for module in modules if family.role(module) == "embedding"]
+    if is_tied(config) is False or not tables or any(unwrapped(module) in heads for module in modules):
+        return ()
+    wrapped = ("language_model.",) if any(table.startswith("language_model.") for table in tables) else ()
+    return tuple(f"{prefix}{head}" for head in sorted(heads) for prefix in ("", *wrapped))
+
+
+def cache_scheme(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, Any]:
+    """How keys and values are quantized in the cache, as compressed-tensors says it; empty without scales for them."""
+    if not any(cache_scales(name) for name in names):
+        return {}
+    stated = quantization_config(config).get("kv_cache_scheme")
+    plain = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+    return dict(stated) if isinstance(stated, Mapping) else plain
 
 
 def _without(value: Any, keys: tuple[str, ...]) -> Any:

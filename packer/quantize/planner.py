@@ -5,6 +5,7 @@ from __future__ import annotations
 from tilewright.kernels.tensors import Reject, TensorSpec
 
 from ..checkpoint import detect_weights
+from ..checkpoint.completeness import incomplete
 from ..checkpoint.files import QUANTIZATION_FILES, Checkpoint
 from ..checkpoint.naming import Naming
 from ..checkpoint.packed import is_packed
@@ -17,7 +18,7 @@ from ..schemes.scheme import CheckpointFormat
 from .coverage import coverage_of
 from .decisions import Decider, Decision
 from .emit import Emitter
-from .model_config import check_head, output_config
+from .model_config import cache_scheme, check_head, output_config, tied_heads
 from .options import QuantizeOptions
 from .rotations import rotated_modules, rotation_advice
 from .unquantized import foreign_weights, fused_groups_apart, group_advice, read_elsewhere, unquantized_modules
@@ -55,7 +56,8 @@ def plan_quantize(checkpoint: Checkpoint, options: QuantizeOptions, device: str 
     emitter.emit(decisions)
     unquantized = tuple(unquantized_modules(decisions, specs, checkpoint_format, decider.naming))
     rotated = rotated_modules(decisions)
-    block = checkpoint_format.config(QuantConfigInputs(unquantized, chosen["group_size"], rotated))
+    tied, cache = tied_heads(specs, checkpoint.config, family), cache_scheme(specs, checkpoint.config)
+    block = checkpoint_format.config(QuantConfigInputs(unquantized, chosen["group_size"], tied, cache, rotated))
     quantized = [(part.module, decision.role == "expert") for decision in decisions for part in decision.quantized]
     notes = [*decider.notes, *fused_groups_apart(decisions, family), *foreign_weights(decisions, checkpoint_format)]
     notes += rotation_advice(decisions)
@@ -64,6 +66,7 @@ def plan_quantize(checkpoint: Checkpoint, options: QuantizeOptions, device: str 
     notes += [*unknown_model(checkpoint.config), *coverage.notes(), *read_elsewhere(decisions, family)]
     rejects = [
         *inventory.rejects,
+        *incomplete(checkpoint, family),
         *decider.rejects,
         *emitter.rejects,
         *_refusals(checkpoint, options, checkpoint_format, decisions, specs),
@@ -109,6 +112,9 @@ def _refusals(
         rejects.append(
             Reject(checkpoint.root.name, reason, "other models hold their MTP layer under names of their own")
         )
+    elif checkpoint_format.expert != checkpoint_format.linear and not any(one.role == "expert" for one in decisions):
+        reason = f"--scheme {options.scheme} is for routed experts, and there are no routed experts in this model"
+        rejects.append(Reject(checkpoint.root.name, reason, "--scheme block-fp8 quantizes a dense model"))
     elif not any(decision.quantized for decision in decisions):
         reason = "nothing would be quantized: no Linear that a rule knows is left"
         rejects.append(Reject(checkpoint.root.name, reason, "see --dry-run for what became of each tensor"))
