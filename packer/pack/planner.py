@@ -33,7 +33,7 @@ from .groups import Linear, ModuleGroup, group_experts, join_linears, shares_of,
 from .latent_attention import AbsorbStep, heads_of
 from .sharding import rank_slice_of
 from .steps import PackedPart, PackStep
-from .target import PackTarget, scheme_of, source_layout, stored_specs
+from .target import PackTarget, scheme_of, source_layout, stored_specs, why_not_rotated
 
 ROUTER = "router: its scores are computed from the plain weight, in the precision that the model asks for"
 SIXTEEN_BITS = ("bf16", "fp16")  # encodings of stacks of experts that are packed
@@ -299,9 +299,7 @@ class _Planner:
             self.rejects.append(fmt)
             return
         if fmt:
-            for first in (group.experts[0][0] for group in groups):
-                if reason := self.target.why_not_rotated(first.stored.rotation, fmt, first.shape[1]):
-                    self.rejects.append(Reject(first.module, reason))
+            self.rejects += why_not_rotated(self.target, [group.experts[0][0] for group in groups], fmt)
             self.degrees.add(groups)
             groups = shares_of(groups, fmt, self.sharding, self._axes)
         layouts: list[Layout] = []

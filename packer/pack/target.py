@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 
 from tilewright.kernels.formats import WeightFormat
@@ -125,6 +125,13 @@ def source_layout(matrix: Matrix, fmt: WeightFormat, specs: Mapping[str, TensorS
         if wanted == {suffix: shape for suffix, shape in shapes.items() if suffix in wanted}:
             return layout
     return None
+
+
+def why_not_rotated(target: PackTarget, matrices: Iterable[Matrix], fmt: WeightFormat) -> Iterator[Reject]:
+    """Why matrices of this format cannot be packed with the rotation of their inputs; nothing if they can."""
+    for matrix in matrices:
+        if reason := target.why_not_rotated(matrix.stored.rotation, fmt, matrix.shape[1]):
+            yield Reject(matrix.module, reason)
 
 
 def stored_specs(matrix: Matrix, checkpoint: Checkpoint) -> dict[str, TensorSpec]:
