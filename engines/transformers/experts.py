@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from tilewright.kernels.huggingface.classes import first_words
+from tilewright.kernels.huggingface.stacks import holds_transposed
 from tilewright.kernels.model_names import DOWN, GATE_UP
 from tilewright.kernels.modules import PackedExperts
 from tilewright.kernels.ops.experts import ACTIVATIONS
@@ -136,8 +137,8 @@ def _answers_beyond(twin: Any, x: torch.Tensor) -> bool:
 
 def _twin(old: Any, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> Any:
     """A copy of a module with small matrices, in the arrangement that its class declares or its shapes show."""
-    stack, lower = old._parameters[GATE_UP], old._parameters[DOWN]
-    transposed = getattr(old, "is_transposed", stack.shape[1:] == (lower.shape[2], 2 * lower.shape[1]))
+    lower = old._parameters[DOWN]
+    transposed = holds_transposed(old)
     joined = torch.cat([gate, up], 1)
     if not getattr(old, "is_concatenated", True):
         joined = torch.stack([gate, up], 2).flatten(1, 2)
@@ -148,7 +149,7 @@ def _twin(old: Any, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) ->
     def size(key: str, value: Any) -> Any:
         if type(value) is not int:
             return value
-        if "num" in key and value == lower.shape[0]:
+        if ("num" in key or "experts" in key) and value == lower.shape[0]:
             return EXPERTS
         if value == inner and (inner != hidden or "inter" in key or "expert" in key):
             return INNER

@@ -23,6 +23,7 @@ from tilewright.kernels.model_names import DOWN, GATE_UP, LAYER_NUMBER
 from tilewright.kernels.modules import PackedExperts, PackedLinear
 from tilewright.kernels.modules.report import keep_because
 from tilewright.kernels.packed.directory import LOWER, UPPER, PackedCheckpoint
+from tilewright.kernels.packed.module_spec import Gating
 
 from .experts import ExpertBatches, find_gating
 from .linears import why_no_linear
@@ -99,7 +100,10 @@ class Placing:
     def place_experts(self) -> None:
         """Put packed routed experts where modules compute what they compute."""
         renaming = Renaming(self.model)
-        for name in sorted(self.packed.experts):
+        stacks = {name.rpartition(".")[0] for name, spec in self.packed.specs.items() if len(spec.shape) == 3}
+        for name in sorted(stacks):
+            if name not in self.packed.experts:
+                self.packed.build_experts(name, Gating("silu"))  # says what is wrong
             path = self._experts_path(name, renaming)
             if path is None:
                 continue

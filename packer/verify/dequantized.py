@@ -15,6 +15,7 @@ from tilewright.kernels.errors import CheckpointError, VerifyError
 from tilewright.kernels.huggingface.buffers import compute_buffers
 from tilewright.kernels.huggingface.classes import build_empty, read_config
 from tilewright.kernels.huggingface.conversion import Renaming, find_conversions, tied_parameters
+from tilewright.kernels.huggingface.stacks import holds_transposed
 
 from ..checkpoint.contents import Contents
 from ..families import family_of
@@ -183,7 +184,7 @@ class _Weights:
             both = len(matrices) == 2 and not getattr(module, "is_concatenated", True)
             rows.append(torch.stack(matrices, 1).flatten(0, 1) if both else torch.cat(matrices))
         stack = torch.stack(rows)
-        if kind == "weight" and getattr(module, "is_transposed", stack.shape != shape):
+        if kind == "weight" and holds_transposed(module, stack.shape, shape):
             stack = stack.mT.contiguous()
         return stack
 

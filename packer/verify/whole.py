@@ -50,7 +50,9 @@ class WholeModel:
         fill(model, "")
         for one, layers in held:
             one._modules = layers
-        self._layers = max(outer, key=lambda one: sum(p.numel() for p in one.parameters()), default=nn.ModuleList())
+        decoder = set(model.get_decoder().modules())
+        inner = [one for one in outer if one in decoder] or outer
+        self._layers = max(inner, key=_size, default=nn.ModuleList())
         names = inspect.signature(model.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
 
@@ -88,6 +90,11 @@ def _let_come_and_go(layer: nn.Module, path: str, fill: Visit, empty: Visit) -> 
     """Fill a layer when it is called, and empty it when it has run."""
     layer.register_forward_pre_hook(lambda module, _: fill(module, path))
     layer.register_forward_hook(lambda module, _, __: empty(module, path))
+
+
+def _size(layers: nn.ModuleList) -> int:
+    """Elements of parameters and packed tensors."""
+    return sum(tensor.numel() for tensor in (*layers.parameters(), *layers.buffers()))
 
 
 def _holds(outer: nn.Module, inner: nn.Module) -> bool:

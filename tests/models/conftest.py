@@ -1,0 +1,8 @@
+"""The files of this folder share `registry` and others; pytest imports test files by their paths."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
