@@ -15,6 +15,13 @@ FORMATS = (
     *("pack-quantized", "int-quantized", "float-quantized", "naive-quantized"),
     *("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized", "dense"),
 )
+UNREAD = {  # formats by how they begin, in the words of those who have them
+    "sparse-24": "weights of which 2 in 4 are left out",
+    "sparse": "sparse weights",
+    "marlin-24": "int4 weights of which 2 in 4 are left out, laid out for Marlin",
+    "mxfp6": "MXFP6 weights",
+}
+WAY_OUT = "load it with transformers, which decompresses it with `run_compressed=False`, and save that"
 EMBEDDING = "embed"
 CLASSES = re.compile(r"[A-Z]\w*$")  # targets that are classes of modules: Linear
 SCALE_DTYPES = ("torch.float8_e4m3fn", "torch.uint8", "torch.bfloat16", "torch.float16", "torch.float32")
@@ -29,11 +36,11 @@ class CompressedTensors:
     def read(self, fields: Fields) -> Declared:
         """See `QuantMethod.read`."""
         fields.take("quant_method")
-        form = fields.choose("format", (*FORMATS, "mixed-precision"), "dense")
+        form = _format(fields, (*FORMATS, "mixed-precision"), "dense")
         fields.choose("quantization_status", ("compressed", "frozen"), "compressed")
         sparsity = fields.inner("sparsity_config")
         if sparsity:
-            sparsity.choose("format", ("dense",), "dense")
+            _format(sparsity, ("dense",), "dense")
             sparsity.skip("sparsity_structure", "targets", "ignore", "global_sparsity", "registry_requires_subclass")
             sparsity.close()
         fields.absent("moe_sparsity_config")
@@ -67,6 +74,16 @@ class CompressedTensors:
             return None
 
         return rotated(declared, rotations)
+
+
+def _format(fields: Fields, known: Sequence[str], default: str) -> str:
+    """The value of `format`; what is not read is refused by the name that people know it by."""
+    value = fields.take("format")
+    if value is None or value in known:
+        return default if value is None else str(value)
+    what = next((name for start, name in UNREAD.items() if str(value).startswith(start)), "")
+    said = f"is `{value}`: {what} of compressed-tensors are not read" if what else f"is {value!r}, which is not read"
+    raise fields.fail("format", f"{said}; known: {', '.join(known)}", WAY_OUT)
 
 
 @dataclass(frozen=True)
@@ -148,11 +165,13 @@ def _names(module: str, entries: Sequence[str]) -> bool:
 def _numbers(group: Fields, form: str) -> DeclaredNumbers | None:
     """What one of `config_groups` says about weights; None if it leaves them alone."""
     weights = group.inner("weights")
-    packing = group.choose("format", FORMATS, form)
+    packing = _format(group, FORMATS, form)
     if weights is None:
         return None
     kind = weights.choose("type", ("int", "float"), "int")
     bits = weights.number("num_bits", 8)
+    if kind == "float" and bits not in {4, 8}:
+        raise weights.fail("num_bits", f"is {bits}: FP{bits} weights are not read, of floats only FP4 and FP8", WAY_OUT)
     size = weights.take("group_size")
     strategies = ("tensor", "channel", "group", "block", "tensor_group")
     default = "tensor" if size is None else "channel" if size == -1 else "group"

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tilewright.kernels.errors import SchemeError
 from tilewright.kernels.formats import INT4_BY_GROUP, WeightFormat
 from tilewright.kernels.ops.convert import scale_codes, split_nibbles
 from tilewright.kernels.tensors import QTensor, Reject
@@ -31,12 +32,25 @@ class Int4Decoder(Decoder):
         joined = joined.contiguous().view(torch.uint8)
         return split_nibbles(joined, flip=8 if self.signed else 0)
 
+    def _check_shape(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Compare the shape that a third tensor states with that of the codes.
+
+        Raises:
+            SchemeError: They differ.
+        """
+        shape = [tensors[0].shape[0], tensors[1].shape[-1] * self.group]
+        if len(tensors) > 2 and tensors[2].tolist() != shape:
+            reason = f"`weight_shape` says {tensors[2].tolist()}, its words and scales say {shape}"
+            raise SchemeError(reason, hint="dequantize it with compressed-tensors first")
+
     def rows(self, tensors: Sequence[torch.Tensor], rows: slice) -> torch.Tensor:
         """See `Decoder.rows`."""
+        self._check_shape(tensors)
         return scale_codes(self._codes(tensors[0][rows]), tensors[1][rows].to(torch.float32), 1, self.group)
 
     def codes(self, tensors: Sequence[torch.Tensor], fmt: WeightFormat) -> QTensor | None:
         """See `Decoder.codes`."""
+        self._check_shape(tensors)
         scales = tensors[1].to(torch.bfloat16) if self.signed else tensors[1]  # engines cast those of W4AFP8 to bf16
         return QTensor(fmt, self._codes(tensors[0]), scales.to(torch.float32))
 
@@ -60,10 +74,11 @@ def int4_weight(group: TensorGroup, codes: str, scale: str, k: int, signed: bool
             f"{', '.join(map(str, INT4_BY_GROUP))}",
             suffix=codes,
         )
+    stated = [suffix for suffix in ("weight_shape",) if suffix in group.specs and len(spec.shape) == 2]
     return StoredWeight(
         group.module,
-        (group.names[codes], group.names[scale]),
-        group.others(codes, scale),
+        tuple(group.names[suffix] for suffix in (codes, scale, *stated)),
+        group.others(codes, scale, *stated),
         (*spec.shape[:-1], k),
         f"int4 group {size}",
         Int4Decoder(size, signed),
