@@ -25,7 +25,7 @@ from .options import (
 )
 
 SCHEMES = ("block-fp8", "int8", "int4", "mxfp4", "w4afp8")  # as the registries have them; a test compares
-SOLVERS = ("rtn", "mse", "gptq", "awq")
+SOLVERS = ("rtn", "mse", "gptq", "awq", "smooth", "smooth+gptq")
 ROTATIONS = ("hadamard-32", "hadamard-64", "hadamard-128")
 CHECKPOINT_FORMATS = ("native", "compressed-tensors")
 
@@ -61,8 +61,8 @@ what_options = stacked(
         "--solver",
         type=Choice(SOLVERS),
         group=WHAT,
-        help="How the numbers are chosen: rtn rounds to nearest; mse searches the scale with the least error; gptq and "
-        "awq need --calibrate.  [default: mse for int4 and w4afp8, rtn for all else]",
+        help="How the numbers are chosen: rtn rounds to nearest; mse searches the scale with the least error; gptq, "
+        "awq and smooth need --calibrate.  [default: mse for int4 and w4afp8, rtn for all else]",
     ),
     option(
         "--rotate-inputs",

@@ -14,7 +14,8 @@ from tilewright.kernels.errors import PlanError
 from tilewright.kernels.formats import FP8
 from tilewright.kernels.tensors import QTensor, Reject
 
-from ..families import known_folds
+from ..families import known_folds, known_passages
+from ..families.config import head_size
 from ..families.norms import in_folds
 from ..plan import Copy, Plan, Step, Task
 from ..quantize.steps import Part, QuantizeStep
@@ -75,10 +76,12 @@ def calibrated(plan: Plan, method: Method, text: Path, store: Store) -> tuple[Pl
         raise PlanError(f"{text}: cannot be read: {error.strerror}", hint="--calibrate takes a text file") from error
     wanted = _wanted(plan, method)
     rejects = plan.rejects
-    if method.kind == "awq" and not wanted.folds:
+    if method.moves and not wanted.folds:
         kind, known = plan.config.get("model_type"), ", ".join(known_folds())
         reason = f"it is not known which weights of model_type `{kind}` read which norm"
-        rejects += (Reject("--solver awq", reason, f"known are {known}; --solver gptq needs no such knowledge"),)
+        rejects += (
+            Reject(f"--solver {method.kind}", reason, f"known are {known}; --solver gptq needs no such knowledge"),
+        )
     elif not wanted.needed(method):
         reason = f"nothing would use it: solver {plan.options['solver']}, and no static activation scales are written"
         rejects += (Reject(f"--calibrate {text.name}", reason, "--solver gptq uses it, and so does w4afp8"),)
@@ -92,7 +95,9 @@ def _wanted(plan: Plan, method: Method) -> CalibrationTargets:
     targets: dict[str, StorageSpec] = {}
     inputs: set[str] = set()
     copied: dict[str, torch.dtype] = {}
-    folds = known_folds().get(plan.config.get("model_type", ""), ()) if method.kind == "awq" else ()
+    kind = plan.config.get("model_type", "")
+    folds = known_folds().get(kind, ()) if method.moves else ()
+    passages = known_passages().get(kind, ()) if method.smooths else ()
     for task in plan.tasks:
         step = task.step
         if isinstance(step, QuantizeStep):
@@ -102,9 +107,9 @@ def _wanted(plan: Plan, method: Method) -> CalibrationTargets:
                 if part.target and part.target != SIXTEEN_BITS and part.module not in step.kept
             }
             inputs |= {part.module for part in step.parts if part.input_scale}
-        elif isinstance(step, Copy) and len(task.sources) == 1 and in_folds(task.sources[0].name, folds):
+        elif isinstance(step, Copy) and len(task.sources) == 1 and in_folds(task.sources[0].name, folds, passages):
             copied[task.sources[0].name] = task.pieces[0].spec.dtype
-    return CalibrationTargets(targets, frozenset(inputs), copied, folds)
+    return CalibrationTargets(targets, frozenset(inputs), copied, folds, passages, head_size(plan.config))
 
 
 def _step(task: Task, wanted: CalibrationTargets, store: Store) -> Step | Copy:

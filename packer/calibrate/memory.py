@@ -66,7 +66,7 @@ def _layer(
     linears = {name: shape for name, shape in matrices.items() if not spellings.container(name)}
     hessians = FP32 * sum(k * k for k in {_input(name): k for name, (_, k) in linears.items()}.values())
     solved = [shape for name, shape in matrices.items() if name in wanted.targets]
-    if method.kind == "awq":
+    if not method.feeds_back:
         return weights + hessians + max(running, ROUNDING * max((n * k for n, k in solved), default=0))
     solving = max((SOLVING * k * k + ROUNDING * n * k for n, k in solved), default=0)
     return weights + hessians + max(running, solving + SOLVED * sum(n * k for n, k in solved))

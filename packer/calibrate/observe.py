@@ -84,13 +84,14 @@ class Observed:
 
 
 @contextmanager
-def observe(layer: nn.Module, path: str, with_hessian: bool) -> Iterator[Observed]:
+def observe(layer: nn.Module, path: str, with_hessian: bool, with_sample: bool = False) -> Iterator[Observed]:
     """Watch a layer for as long as the context lasts.
 
     Args:
         layer: A decoder layer.
         path: Its path, the beginning of every path in the result.
         with_hessian: Whether the Hessians of Linears are wanted.
+        with_sample: Whether some of their inputs are wanted themselves.
     """
     observed = Observed()
     last: list[tuple[torch.Tensor, str]] = []  # the latest input and the Linear that was fed it first
@@ -104,7 +105,7 @@ def observe(layer: nn.Module, path: str, with_hessian: bool) -> Iterator[Observe
                 return
             last[:] = [(x, name)]
             if name not in observed.linears:
-                observed.linears[name] = InputStatistics(x.shape[-1], with_hessian)
+                observed.linears[name] = InputStatistics(x.shape[-1], with_hessian, with_sample)
             observed.linears[name].add(x)
 
         return hook

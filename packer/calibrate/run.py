@@ -101,7 +101,7 @@ def calibrate(
             progress.advance()
     finally:
         progress.finish()
-    each_expert = method.kind == "gptq" or wanted.inputs
+    each_expert = method.feeds_back or wanted.inputs
     return [*_unseen(needed, seen), *(rarely_hit(tokens) if each_expert else ())]
 
 
@@ -128,7 +128,7 @@ def _layer(
     path, layer = model.module(index)
     file = store.file(path)
     with model.layer(index) as run:
-        with observe(layer, path, solver.with_hessian) as observed:
+        with observe(layer, path, solver.with_hessian, solver.with_sample) as observed:
             for number, call in enumerate(calls):
                 hidden[number] = run(hidden[number], call)
         if file.exists():

@@ -45,12 +45,17 @@ class LayerSolver:
     @property
     def with_hessian(self) -> bool:
         """Whether Hessians of Linears are needed."""
-        return self.method.kind != "scales"
+        return self.method.feeds_back or self.method.kind == "awq"
+
+    @property
+    def with_sample(self) -> bool:
+        """Whether some of the inputs of Linears are needed themselves."""
+        return self.method.smooths
 
     @property
     def feeds_back(self) -> bool:
         """Whether Hessians of every weight are needed."""
-        return self.method.kind == "gptq"
+        return self.method.feeds_back
 
     def solve(self, modules: Mapping[str, nn.Module], observed: Observed) -> Solution:
         """Solve everything that was observed.
@@ -59,7 +64,7 @@ class LayerSolver:
             modules: Path -> module of the layer, filled with the source's weights.
             observed: What they were fed.
         """
-        if self.method.kind == "awq":
+        if self.method.moves:
             Folder(self.method, self.wanted, self.path, modules, observed).fold(self.solution)
         for name, statistics in observed.linears.items():
             weight = modules[name].weight

@@ -9,6 +9,7 @@ from fractions import Fraction
 import torch
 
 MAGNITUDES = 1 << 15  # non-negative bf16 numbers, infinity and NaN among them; their bit patterns are in their order
+SAMPLE = 256  # inputs of a batch that are kept themselves
 CHUNK = 1 << 22  # elements whose magnitudes are counted at a time
 
 
@@ -19,19 +20,23 @@ class InputStatistics:
     Attributes:
         columns: K.
         with_hessian: Whether `hessian` is wanted.
+        with_sample: Whether `sample` is wanted.
         tokens: Inputs seen.
         channel_amax: fp32 [K], largest magnitude of each column.
         magnitudes: int64 [32768], how often each magnitude occurred, rounded to bf16.
         hessian: fp32 [K, K], sum of x x^T, or None. Twice that is the Hessian of the squared output error; solvers
             ask for it up to a factor.
+        samples: Some inputs, evenly spaced over each batch.
     """
 
     columns: int
     with_hessian: bool = True
+    with_sample: bool = False
     tokens: int = 0
     channel_amax: torch.Tensor = field(init=False)
     magnitudes: torch.Tensor = field(init=False)
     hessian: torch.Tensor | None = None
+    samples: list[torch.Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.channel_amax = torch.zeros(self.columns)
@@ -55,9 +60,26 @@ class InputStatistics:
         for part in magnitude.flatten().split(CHUNK):
             bits = part.to(torch.bfloat16).view(torch.int16).to(torch.int64)
             self.magnitudes += torch.bincount(bits, minlength=MAGNITUDES)
+        if self.with_sample:
+            self.samples.append(x[:: -(-len(x) // SAMPLE)].clone())
         if self.hessian is not None:
             scaled = x if weights is None else x * weights[:, None]
             self.hessian.addmm_(scaled.T, x)
+
+    @property
+    def sample(self) -> torch.Tensor:
+        """Some of the inputs, fp32 [S, K]."""
+        return torch.cat(self.samples)
+
+    def divide(self, factors: torch.Tensor) -> None:
+        """Take every input for what it is after a division of its channels by `factors` [K].
+
+        Magnitudes of single elements are not followed, since nothing asks for them where channels are divided.
+        """
+        self.channel_amax /= factors
+        self.samples = [part / factors for part in self.samples]
+        if self.hessian is not None:
+            self.hessian /= factors * factors[:, None]
 
     @property
     def amax(self) -> float:

@@ -56,6 +56,7 @@ class Contents:
         dropped: Names that the directory leaves out on purpose, with the reason.
         aliases: Name -> the name of the weight that serves for it (a tied head).
         feedback: Codes were chosen by error feedback, so they make up for each other instead of being the nearest.
+        smoothed: Scales of channels were moved between its Linears, by powers of two.
         forget: Gives back the memory of a weight that was read from a mapped file.
     """
 
@@ -64,6 +65,7 @@ class Contents:
     dropped: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
     feedback: bool = False
+    smoothed: bool = False
     forget: Callable[[LogicalTensor], None] = lambda _: None
 
     def find(self, name: str) -> LogicalTensor | None:

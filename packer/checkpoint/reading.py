@@ -25,7 +25,8 @@ from .files import Checkpoint
 from .matrices import Matrix, matrices_of
 from .packed import packed_modules, split_rows, stored_inventory
 
-FEEDBACK = ("gptq",)  # solvers whose codes are not the nearest ones
+SMOOTHING = ("smooth", "smooth+gptq")  # those that move scales of channels between Linears
+FEEDBACK = ("gptq", "smooth+gptq")  # solvers whose codes are not the nearest ones
 
 
 def read_contents(checkpoint: Checkpoint) -> Contents:
@@ -46,13 +47,15 @@ def read_contents(checkpoint: Checkpoint) -> Contents:
                 f"{checkpoint.root}: holds the share of rank {sharding.rank} of {sharding.ranks}, not a model",
                 hint="verify the uncut packed directory: a cut moves weights and changes none",
             )
+    solver = solver_of(checkpoint.root)
     weights = (*_packed_weights(checkpoint, packed), *_stored_tensors(checkpoint))
     return Contents(
         title=str(checkpoint.root),
         weights={weight.name: weight for weight in weights},
         dropped=_dropped(checkpoint.root),
         aliases=_tied(checkpoint, [weight.name for weight in weights]),
-        feedback=solver_of(checkpoint.root) in FEEDBACK,
+        feedback=solver in FEEDBACK,
+        smoothed=solver in SMOOTHING,
         forget=partial(_forget, checkpoint),
     )
 

@@ -16,7 +16,7 @@ from .family import ModelFamily
 from .gpt import GPT, GPT2, GPT_NEOX
 from .hybrid import HYBRID, MAMBA, RECURRENT
 from .mixtral import MIXTRAL
-from .norms import Fold
+from .norms import Fold, Passage
 from .parallel_experts import GRANITE_MOE, JETMOE, STEP3
 from .qwen_moe import QWEN_HYBRID, QWEN_MOE
 from .stacked import GEMMA4, GPT_OSS, LLAMA4
@@ -55,6 +55,11 @@ UNKNOWN = ModelFamily(id="unknown", model_types=(), experts_order=None)
 def known_folds() -> dict[str, tuple[Fold, ...]]:
     """`model_type` -> the norms of its layers and what reads them, of every model for which some family tells."""
     return {kind: folds for family in FAMILIES.values() for kind, folds in family.folds.items()}
+
+
+def known_passages() -> dict[str, tuple[Passage, ...]]:
+    """`model_type` -> the Linears of its layers whose outputs another one reads channel by channel."""
+    return {kind: passages for family in FAMILIES.values() for kind, passages in family.passages.items()}
 
 
 def family_of(config: Mapping[str, Any]) -> ModelFamily:

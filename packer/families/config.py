@@ -40,6 +40,14 @@ def is_tied(config: Mapping[str, Any]) -> bool | None:
     return None if stated is None else bool(stated)
 
 
+def head_size(config: Mapping[str, Any]) -> int:
+    """Channels of an attention head; 0 where the config does not say."""
+    stated, hidden, heads = (text_config(config).get(key) for key in (HEAD_SIZE, HIDDEN, HEADS))
+    if isinstance(stated, int) and stated > 0:
+        return stated
+    return hidden // heads if isinstance(hidden, int) and isinstance(heads, int) and heads > 0 else 0
+
+
 def expert_count(config: Mapping[str, Any]) -> int:
     """Number of routed experts of a layer; 0 for a dense model."""
     text = text_config(config)

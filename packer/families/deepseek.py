@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .family import ModelFamily
-from .norms import LATENT
+from .norms import GATED, LATENT
 from .roles import Rule, tail
 
 _INDEXER = (
@@ -15,6 +15,7 @@ DEEPSEEK = ModelFamily(
     model_types=("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "kimi_vl", "longcat_flash"),
     rules=_INDEXER,
     folds={"deepseek_v3": LATENT},
+    passages={"deepseek_v3": GATED},  # rows of values lie between those of keys in kv_b_proj
 )
 GLM_MOE = ModelFamily(
     id="glm-moe",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .family import ModelFamily
-from .norms import PLAIN
+from .norms import GATED, PLAIN, VALUES
 from .roles import Rule, tail
 
 DENSE = ModelFamily(
@@ -38,6 +38,7 @@ DENSE = ModelFamily(
         *("internvl", "paligemma", "aya_vision", "glm4v", "glm4v_text", "mllama", "mllama_text_model"),
     ),
     folds=dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), PLAIN),
+    passages=dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), (VALUES, *GATED)),
 )
 FALCON = ModelFamily(
     id="falcon",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from .experts import ExpertsOrder, ExpertSpellings
-from .norms import Fold
+from .norms import Fold, Passage
 from .parallel import MERGED, MergedLinear, ParallelAxes
 from .roles import COMMON, Role, Rule, unwrapped
 
@@ -24,6 +24,7 @@ class ModelFamily:
         experts: How the matrices of its experts are called.
         merged: Linears that engines load as one.
         folds: `model_type` -> the norms of its layers and what reads them, for the models where that is known.
+        passages: `model_type` -> Linears whose outputs another one reads channel by channel, where that is known.
         gate: What its experts compute between their products, where that is not the activation that config.json names.
         axes: How its Linears are cut for tensor-parallel runs.
         transposed: Ends of the paths of Linears that are stored [in, out], as `Conv1D` of transformers is.
@@ -41,6 +42,7 @@ class ModelFamily:
     axes: ParallelAxes = ParallelAxes()
     gate: str = ""
     folds: Mapping[str, tuple[Fold, ...]] = field(default_factory=dict)
+    passages: Mapping[str, tuple[Passage, ...]] = field(default_factory=dict)
     transposed: tuple[str, ...] = ()
     tied: tuple[str, ...] = ()
     head: str = "lm_head"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .family import ModelFamily
-from .norms import PLAIN
+from .norms import GATED, PLAIN, VALUES
 from .roles import Rule, tail
 
 QWEN_MOE = ModelFamily(
@@ -13,6 +13,7 @@ QWEN_MOE = ModelFamily(
         *("hunyuan_v1_moe", "ernie4_5_moe", "flex_olmo", "dots1", "afmoe"),
     ),
     folds=dict.fromkeys(("qwen2_moe", "qwen3_moe"), PLAIN),
+    passages=dict.fromkeys(("qwen2_moe", "qwen3_moe"), (VALUES, *GATED)),
 )
 QWEN_HYBRID = ModelFamily(
     id="qwen-hybrid",

@@ -20,7 +20,12 @@ from ..quantize.options import QuantizeOptions
 from ..solvers import SOLVERS
 from .extras import needing_transformers
 
-CALIBRATING: dict[str, Kind] = {"gptq": "gptq", "awq": "awq"}  # solvers that need a text
+CALIBRATING: dict[str, Kind] = {
+    "gptq": "gptq",
+    "awq": "awq",
+    "smooth": "smooth",
+    "smooth+gptq": "smooth+gptq",
+}  # solvers that need a text
 INNER = "mse"  # what chooses scales under them
 
 
@@ -64,7 +69,7 @@ def split_solver(
         if options.solver in CALIBRATING:
             raise OptionError(f"--solver {options.solver} needs --calibrate TEXT")
         return options, None
-    if calibration.act_order is not None and options.solver != "gptq":
+    if calibration.act_order is not None and options.solver not in {"gptq", "smooth+gptq"}:
         raise OptionError("--act-order belongs to --solver gptq")
     kind = CALIBRATING.get(options.solver or "", "scales")
     inner = INNER if kind != "scales" else options.solver or INNER

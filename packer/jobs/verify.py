@@ -17,7 +17,7 @@ from ..checkpoint.packed import packed_modules
 from ..checkpoint.reading import read_contents
 from ..engine.identity import reading
 from ..engine.workers import Workers
-from ..families.config import text_config
+from ..families.config import head_size, text_config
 from ..limits import cpu_count
 from ..malloc_trim import FreedMemory
 from ..progress import Progress, progress_on
@@ -56,7 +56,7 @@ def verify(
         for reason in wrong_pair:
             log.warning("%s", reason)
         files = _files(sides, progress) if options.checksums else None
-        moved = follow_folds(*contents, sides[0].config.get("model_type", ""))
+        moved = follow_folds(*contents, sides[0].config.get("model_type", ""), head_size(sides[0].config))
         tensors, histograms = _weights(moved, contents[1], options.thresholds.weight_error, progress)
         for side in sides:
             failures, opinions = second_opinion(side)
@@ -67,7 +67,7 @@ def verify(
         model: ModelResult | None = None
         if options.includes("model"):
             whole_model = needing_transformers("verify.whole_model", "--level model")
-            both = list(zip(sides, contents, strict=True))
+            both = list(zip(sides, (moved, contents[1]), strict=True))  # moved scales change no bit of what is computed
             model = whole_model.compare_directories(both, options, load_model, progress)
     return Verification(
         reference=str(reference),

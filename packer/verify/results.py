@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from .distributions import Agreement
 
+FEW = 3  # Linears that are worth leaving in 16 bits
+MOST = 0.5  # share of the loss that makes it worth it
+
 
 @dataclass(frozen=True)
 class LayerResult:
@@ -44,6 +47,21 @@ class LayerDrift:
 
 
 @dataclass(frozen=True)
+class LinearLoss:
+    """What one Linear adds to the divergence, if it alone is served as packed and all else is the source.
+
+    Attributes:
+        name: Its path.
+        kl: Mean divergence with its weight and its activations, in nats.
+        weight_kl: With its weight alone.
+    """
+
+    name: str
+    kl: float
+    weight_kl: float
+
+
+@dataclass(frozen=True)
 class ModelResult:
     """Two models on the same text.
 
@@ -56,6 +74,7 @@ class ModelResult:
         drift: One entry per decoder layer.
         weights_only: The reference and the candidate's weights in fp32 arithmetic: what quantized weights cost. The
             rest is what rounded activations and kernels cost. None if it was not asked for, or if nothing is packed.
+        worst: The Linears that add most, the worst first; empty where `weights_only` is None.
     """
 
     windows: int
@@ -65,6 +84,7 @@ class ModelResult:
     decode: Agreement | None
     drift: tuple[LayerDrift, ...]
     weights_only: Agreement | None = None
+    worst: tuple[LinearLoss, ...] = ()
 
     @property
     def advice(self) -> str:
@@ -74,6 +94,22 @@ class ModelResult:
         if 2 * self.weights_only.kl >= self.overall.kl:
             return "most of it comes from the weights: a smaller --group-size or --solver gptq brings that down"
         return (
-            "most of it comes from rounded activations: --scheme block-fp8 keeps them in bf16 on CPUs, "
-            "--exclude leaves modules in 16 bits"
+            'most of it comes from rounded activations: load_model(activation_scales="group") brings that down with '
+            "this file, --rotate-inputs or --solver smooth with others; --scheme block-fp8 keeps them in bf16 on CPUs"
         )
+
+    def told(self) -> dict[str, str]:
+        """What the figures say, for people."""
+        return {"advice": self.advice, "outliers": self.outliers}
+
+    @property
+    def outliers(self) -> str:
+        """What would mend the few Linears that add most of the loss; empty where it is spread over many."""
+        total = sum(loss.kl for loss in self.worst)
+        few: list[str] = []
+        for loss in self.worst[:FEW]:
+            few.append(loss.name)
+            share = sum(one.kl for one in self.worst[: len(few)])
+            if share > MOST * total and share > MOST * self.overall.kl:
+                return f"{' '.join(f'--exclude {name}' for name in few)} leaves in 16 bits what adds most of it"
+        return ""

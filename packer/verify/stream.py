@@ -114,6 +114,12 @@ class StreamedModel:
         self._cache_name = "cache" if "cache" in names else "past_key_values"
 
     @property
+    def model(self) -> PreTrainedModel:
+        """The model itself, whose layers come and go."""
+        model: PreTrainedModel = self._model
+        return model
+
+    @property
     def depth(self) -> int:
         """Number of decoder layers."""
         return len(self._layers)

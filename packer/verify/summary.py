@@ -95,6 +95,15 @@ def _layers(document: dict[str, Any]) -> list[str]:
     ]
 
 
+def _worst(model: dict[str, Any]) -> list[str]:
+    """The Linears that add most, and what would mend them."""
+    if not model["worst"]:
+        return []
+    lines = ["adds most, alone in the model of the source (of it by its weight):"]
+    lines += [f"  {loss['name']} {loss['kl']:.3g} ({loss['weight_kl']:.3g})" for loss in model["worst"]]
+    return lines + [model["outliers"]] * bool(model["outliers"])
+
+
 def _model(document: dict[str, Any]) -> list[str]:
     model = document["model"]
     if not model:
@@ -110,6 +119,7 @@ def _model(document: dict[str, Any]) -> list[str]:
         kl = model["weights_only"]["kl"]
         lines.append(_row("", f"of it {kl:.3g} by the weights, {overall['kl'] - kl:.3g} by activations and kernels"))
         lines.append(_row("", model["advice"]))
+        lines += [_row("", line) for line in _worst(model)]
     if decode:
         steps = f"{model['decode_steps']} decode steps: KL {decode['kl']:.3g}, top-1 {100 * decode['top1']:.2f}%"
         lines.append(_row("", steps))

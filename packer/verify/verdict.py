@@ -106,7 +106,9 @@ class Verification:
                 "histograms": {name: found.to_json(FORMATS[name]) for name, found in self.histograms.items()},
             },
             "layers": None if self.layers is None else [asdict(layer) for layer in self.layers],
-            "model": asdict(self.model) | {"advice": self.model.advice} if self.model else None,
+            "model": asdict(self.model) | {"advice": self.model.advice, "outliers": self.model.outliers}
+            if self.model
+            else None,
         }
         finite: dict[str, Any] = _finite(document)
         return finite

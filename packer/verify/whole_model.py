@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from ..checkpoint.contents import Contents
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.packed import packed_modules
 from ..progress import Progress
+from ..threads import threads_for
 from .dequantized import dequantized_model, model_config
 from .model import compare_models
 from .options import VerifyOptions
@@ -25,6 +27,7 @@ from .results import ModelResult
 from .stream import NotStreamableError, StreamedModel, Visit
 from .text import evenly_spaced_windows, read_tokens
 from .whole import WholeModel, compare_whole
+from .worst_linears import WorstLinears
 
 log = logging.getLogger("tilewright")
 Side = tuple[Checkpoint, Contents]
@@ -45,13 +48,20 @@ def compare_directories(
     try:
         reference, candidate, *others = [StreamedModel(*model()) for model in models]
         weights_only = others[0] if others else None
-        return compare_models(reference, candidate, tokens, options.decode_steps, progress, weights_only)
+        result = compare_models(reference, candidate, tokens, options.decode_steps, progress, weights_only)
     except NotStreamableError as error:
         log.info("%s: %s; its layers run together", sides[0][0].root, error.message)
     except TilewrightError:
         raise
     except Exception as error:  # a class of transformers whose layers want more than is known of them
         log.info("%s: its layers run together: %s", sides[0][0].root, first_words(error))
+    else:
+        if weights_only is None:
+            return result
+        by_group = getattr(candidate.model.packed, "activation_scales", "") == "group"
+        worst = WorstLinears(reference, sides[1][1], packed_modules(sides[1][0]), by_group)
+        with threads_for(reference.largest_layer):
+            return replace(result, worst=worst.find(tokens))
     return compare_whole([WholeModel(*model()) for model in models], tokens, options.decode_steps, progress)
 
 

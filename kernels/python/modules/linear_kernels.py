@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 from .. import ops
+from ..formats import WeightFormat
+from ..layouts import LAYOUTS
 from ..registry import Registry
 
 
@@ -105,3 +107,10 @@ LINEAR_KERNELS: Registry[LinearKernel] = Registry(
         ),
     ),
 )
+
+
+def rounds_activations(fmt: WeightFormat) -> bool:
+    """Whether a kernel that multiplies by weights of this format rounds activations to int8."""
+    return any(
+        kernel.quantizes and LAYOUTS[kernel.id].accepts(fmt, (256, 256)) is None for kernel in LINEAR_KERNELS.values()
+    )

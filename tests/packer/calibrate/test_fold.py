@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 transformers = pytest.importorskip("transformers")
 
+import tilewright  # noqa: E402
 from tilewright.cli.quantize_model import quantize_model  # noqa: E402
 from tilewright.kernels.errors import SchemeError  # noqa: E402
 from tilewright.packer.calibrate.fold import Folder  # noqa: E402
@@ -21,9 +23,11 @@ from tilewright.packer.calibrate.observe import observe  # noqa: E402
 from tilewright.packer.calibrate.store import Solution  # noqa: E402
 from tilewright.packer.checkpoint.files import Checkpoint, open_checkpoint  # noqa: E402
 from tilewright.packer.checkpoint.reading import read_contents  # noqa: E402
-from tilewright.packer.families import known_folds  # noqa: E402
+from tilewright.packer.families import known_folds, known_passages  # noqa: E402
+from tilewright.packer.families.config import head_size  # noqa: E402
 from tilewright.packer.families.layers import LAYER  # noqa: E402
-from tilewright.packer.families.norms import Fold, reads  # noqa: E402
+from tilewright.packer.families.norms import Fold, of_columns, reads  # noqa: E402
+from tilewright.packer.progress import Silent  # noqa: E402
 from tilewright.packer.schemes.scheme import StorageSpec  # noqa: E402
 from tilewright.packer.verify.dequantized import stream_dequantized  # noqa: E402
 from tilewright.packer.verify.folds import follow_folds  # noqa: E402
@@ -150,3 +154,98 @@ def test_an_unknown_family_is_refused(tmp_path: Path) -> None:
     result = CliRunner().invoke(quantize_model, [str(source), str(tmp_path / "out"), *options])
     assert result.exit_code == 1
     assert "which weights of model_type `olmo2` read which norm" in str(result.exception)
+
+
+@pytest.fixture(scope="module", params=TINY)
+def outliers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model that is the same function as the trained one, with outliers before o_proj and down projections."""
+    path = tmp_path_factory.mktemp("outliers") / request.param
+    shutil.copytree(MODELS / request.param, path)
+    tensors = load_file(path / "model.safetensors")
+    config = json.loads((path / "config.json").read_text())
+    head = head_size(config)
+    torch.manual_seed(1)
+    for name in list(tensors):
+        reader = name.replace("v_proj", "o_proj").replace("up_proj", "down_proj")
+        if reader == name or reader not in tensors:
+            continue
+        factors = torch.ones(len(tensors[name]))
+        factors[torch.randperm(len(factors))[:4]] = 16
+        repeats = tensors[reader].shape[1] // len(factors)
+        tensors[name] = (tensors[name].float() * factors[:, None]).bfloat16()
+        tensors[reader] = (tensors[reader].float() / of_columns(factors, repeats, head)).bfloat16()
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return path
+
+
+def test_a_smoothed_layer_is_the_same_function_bit_for_bit(outliers: Path) -> None:
+    checkpoint, stream, windows = opened(outliers)
+    kind = checkpoint.config["model_type"]
+    names = [name.removesuffix(".weight") for name in checkpoint.files if name.endswith("_proj.weight")]
+    targets = {name: StorageSpec("int8", "int8-channel") for name in names}
+    copied = {name: checkpoint.spec(name).dtype for name in checkpoint.files}
+    passages = known_passages()[kind]
+    need = CalibrationTargets(targets, frozenset(), copied, known_folds()[kind], passages, head_size(checkpoint.config))
+    moved: set[str] = set()
+    with torch.inference_mode():
+        hidden, calls = stream.embed(windows, [48])
+        for index in range(2):
+            path, layer = stream.module(index)
+            with stream.layer(index) as run:
+                with observe(layer, path, with_hessian=True, with_sample=True) as observed:
+                    output = run(hidden, calls[index])
+                modules, solution = dict(layer.named_modules(prefix=path)), Solution()
+                Folder(Method("smooth"), need, path, modules, observed).fold(solution)
+                for name, values in solution.replaced.items():
+                    module = modules[name.removesuffix(".weight")]
+                    module.weight.copy_(values)
+                moved |= {name.rpartition(".")[2] for name in solution.weights}
+                torch.testing.assert_close(
+                    run(hidden, calls[index]), output, rtol=0, atol=1e-6 * float(output.abs().max())
+                )
+                hidden = output
+    assert moved >= {"up_proj", "down_proj", "gate_proj"}
+
+
+def test_smoothing_is_followed_and_serves_better(outliers: Path, tmp_path: Path) -> None:
+    source, loss = open_checkpoint(outliers), {}
+    for solver in ("rtn", "smooth"):
+        options = ["--calibrate", str(TEXT), "--calibrate-windows", "4", "--calibrate-window", "64"]
+        result = CliRunner().invoke(
+            quantize_model,
+            [str(outliers), str(tmp_path / solver), "--scheme", "int8", "--solver", solver, "--debug"]
+            + options * (solver != "rtn"),
+        )
+        assert result.exit_code == 0, result.output
+        tilewright.pack(tmp_path / solver, tmp_path / f"{solver}-cpu", progress=Silent())
+        text = tmp_path / "text"
+        text.write_bytes(TEXT.read_bytes()[50_000:60_000])
+        passes = tilewright.Thresholds(layer_error=0.1, kl=1)  # such outliers also cost kernels bf16 digits
+        check = tilewright.VerifyOptions("model", passes, text, windows=8, window=64)
+        verified = tilewright.verify(outliers, tmp_path / f"{solver}-cpu", check, progress=Silent())
+        assert verified.passed, verified.failures()
+        assert verified.model
+        loss[solver] = verified.model.overall.kl
+    assert loss["smooth"] < 0.6 * loss["rtn"]
+    smooth, kind = read_contents(open_checkpoint(tmp_path / "smooth")), source.config["model_type"]
+    reference = read_contents(source)
+    assert [
+        result
+        for result, _ in compare_weights(follow_folds(reference, replace(smooth, smoothed=False), kind), smooth)
+        if result.failed
+    ]
+
+
+def test_a_row_that_only_the_writer_doubled_is_damage(outliers: Path, tmp_path: Path) -> None:
+    options = ["--scheme", "int8", "--solver", "smooth", "--calibrate", str(TEXT), "--calibrate-windows", "2"]
+    result = CliRunner().invoke(quantize_model, [str(outliers), str(tmp_path / "out"), *options, "--debug"])
+    assert result.exit_code == 0, result.output
+    file = tmp_path / "out" / "model.safetensors"
+    tensors = load_file(file)
+    name = next(name for name in tensors if name.endswith("up_proj.weight_scale"))
+    tensors[name][7] *= 2
+    save_file(tensors, file, {"format": "pt"})
+    verified = tilewright.verify(
+        outliers, tmp_path / "out", tilewright.VerifyOptions(checksums=False), progress=Silent()
+    )
+    assert any("down_proj" in failure for failure in verified.failures())

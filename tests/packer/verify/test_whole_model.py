@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,12 @@ transformers = pytest.importorskip("transformers")
 
 import tilewright  # noqa: E402
 from tilewright.engines.transformers.model import load_model  # noqa: E402
+from tilewright.kernels.ops.reference import quantize_rows  # noqa: E402
+from tilewright.packer.checkpoint.files import open_checkpoint  # noqa: E402
+from tilewright.packer.checkpoint.reading import read_contents  # noqa: E402
+from tilewright.packer.verify.distributions import Agreement  # noqa: E402
 from tilewright.packer.verify.options import VerifyOptions  # noqa: E402
-from tilewright.packer.verify.results import ModelResult  # noqa: E402
+from tilewright.packer.verify.results import LinearLoss, ModelResult  # noqa: E402
 from tilewright.packer.verify.text import evenly_spaced_windows, read_tokens  # noqa: E402
 
 MODELS = Path(__file__).parents[3] / "examples" / "models"
@@ -106,3 +111,45 @@ def test_the_loss_is_split_into_weights_and_activations(packed: Packed, quantize
     assert shares["int8"] < shares["block-fp8"]
     with pytest.raises(tilewright.OptionError, match="belongs to --level model"):
         VerifyOptions(split_loss=True)
+
+
+def test_the_worst_linears_are_named_with_what_they_add(packed: Packed) -> None:
+    """The model of the source in memory, with one Linear as its kernel sees it, gives the same divergence."""
+    path = packed(QWEN, "int8")
+    options = VerifyOptions("model", text=TEXT, windows=4, window=64, decode_steps=0, split_loss=True)
+    found = tilewright.verify(MODELS / QWEN, path, options, progress=tilewright.Silent()).model
+    assert found is not None
+    assert len(found.worst) == 10
+    assert [loss.kl for loss in found.worst] == sorted((loss.kl for loss in found.worst), reverse=True)
+    tokens = evenly_spaced_windows(read_tokens(MODELS / QWEN, TEXT), 4, 64)
+    source = transformers.AutoModelForCausalLM.from_pretrained(MODELS / QWEN, dtype=torch.float32).eval()
+    weights = read_contents(open_checkpoint(path)).weights
+
+    def rounded(_: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+        codes, scales = quantize_rows(inputs[0].flatten(0, -2))
+        return ((codes * scales).reshape(inputs[0].shape),)
+
+    with torch.inference_mode():
+        wanted = source(input_ids=tokens).logits.log_softmax(-1)
+        for loss in (found.worst[0], found.worst[-1]):
+            linear = source.get_submodule(loss.name)
+            kept, linear.weight.data = linear.weight.data, weights[f"{loss.name}.weight"].values()
+            alone = source(input_ids=tokens).logits.log_softmax(-1)
+            handle = linear.register_forward_pre_hook(rounded)
+            both = source(input_ids=tokens).logits.log_softmax(-1)
+            handle.remove()
+            linear.weight.data = kept
+            for logs, stated in ((alone, loss.weight_kl), (both, loss.kl)):
+                assert stated == pytest.approx(
+                    float((wanted.exp() * (wanted - logs)).sum(-1).mean()), rel=0.02, abs=1e-7
+                )
+
+
+def test_advice_leaves_few_linears_in_16_bits() -> None:
+    agreement = Agreement(1, 1.0, 1.0, 0.1, 0.1, 1.0)
+    losses = [LinearLoss("a", 0.06, 0.0), LinearLoss("b", 0.01, 0.0), LinearLoss("c", 0.002, 0.0)]
+    result = ModelResult(1, 1, 0, agreement, None, (), replace(agreement, kl=0.01), tuple(losses))
+    assert "activations" in result.advice
+    assert result.outliers.startswith("--exclude a leaves")
+    assert replace(result, worst=tuple(replace(loss, kl=0.01) for loss in losses)).outliers == ""
+    assert replace(result, worst=()).outliers == ""
