@@ -63,11 +63,27 @@ def load_model(
     if rank is None and distributed.is_available() and distributed.is_initialized():
         rank = distributed.get_rank()
     packed = load_packed(path, rank, device, verify_checksums, activation_scales)
-    model: Any = _empty(packed, trust_remote_code)
+    model = _empty(packed, trust_remote_code)
+    run_packed(model, packed, fused)
+    _read_generation_config(model, packed.root)
+    return model
+
+
+def run_packed(model: Any, packed: PackedCheckpoint, fused: bool = True) -> None:
+    """Let packed modules run a model that has no weights yet, and give it all its other tensors.
+
+    Args:
+        model: What transformers builds of the directory's config, on the meta device.
+        packed: The opened directory.
+        fused: As for `load_model`.
+
+    Raises:
+        CheckpointError: The tensors of the directory are not those of the model; lists all of them.
+    """
     placing = Placing.of(model, packed)
     placing.place_linears()
     placing.place_experts()
-    fused = fused and device == "cpu"
+    fused = fused and packed.device == "cpu"
     if fused:
         replace_mlps(model, packed, placing.places)
     if packed.sharding.ranks > 1:
@@ -84,11 +100,9 @@ def load_model(
     if fused:
         replace_norms(model)
         use_attention(model)
-    _read_generation_config(model, packed.root)
     model.packed = packed
     model.save_pretrained = partial(_copy_directory, packed.root)
     model.eval()
-    return model  # type: ignore[no-any-return]
 
 
 def _empty(packed: PackedCheckpoint, trust_remote_code: bool) -> PreTrainedModel:
