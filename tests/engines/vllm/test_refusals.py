@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -91,3 +92,20 @@ def test_unpacked_checkpoints_are_packed_once(engine: Any, source: Callable[[str
     second = engine.ask(checkpoint, tokens=8, arguments={"load_format": "tilewright"})
     assert first["tokens"] == second["tokens"] == engine.ask(packed, tokens=8)["tokens"]
     assert (packed / "manifest.json").stat().st_mtime_ns == written
+
+
+def test_a_folder_that_cannot_be_written_to(engine: Any, source: Callable[[str], Path]) -> None:
+    arguments = {"load_format": "tilewright", "download_dir": "/proc/packed"}
+    assert "/proc/packed: cannot be written to" in engine.ask(source(FAMILY), arguments=arguments)["error"]
+
+
+@pytest.mark.matrix
+def test_two_servers_that_start_at_once(
+    engine: Any, engine_avx2: Any, source: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """One packs, the other waits; both serve, and no lock is left."""
+    arguments = {"load_format": "tilewright", "download_dir": str(tmp_path)}
+    with ThreadPoolExecutor() as pool:
+        both = [pool.submit(one.ask, source(FAMILY), arguments=arguments) for one in (engine, engine_avx2)]
+        assert all("error" not in one.result() for one in both)
+    assert len([*tmp_path.iterdir()]) == 1
