@@ -34,6 +34,7 @@ SLOW = (  # beginnings of test ids that take more than about two seconds of CPU 
     "tests/engines/transformers/test_attention.py::test_windows_chunks_and_selected_keys_are_kept",
     "tests/engines/transformers/test_families.py",
     "tests/engines/transformers/test_model.py",
+    "tests/engines/transformers/test_quantizer.py",
     "tests/engines/vllm/",
     "tests/examples/",
     "tests/kernels/ops/test_activation_groups.py::test_experts",

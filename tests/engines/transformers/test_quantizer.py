@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import tilewright
-from tilewright.engines import transformers as door
+from tilewright.engines.transformers.__main__ import main
 from tilewright.kernels.errors import CheckpointError, KernelUnavailableError
 from tilewright.kernels.modules import PackedLinear
 from tilewright.kernels.packed.safetensors_file import read_header
@@ -25,7 +25,6 @@ from tilewright.kernels.packed.safetensors_file import read_header
 Call = Callable[..., Path]
 MODELS = ("tiny-qwen3-moe", "tiny-deepseek-v3")
 TOKENS = torch.randint(3, 200, (2, 40), generator=torch.Generator().manual_seed(0))
-assert door.quantizer
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -135,17 +134,22 @@ print(type(AutoModelForCausalLM.from_pretrained(sys.argv[1]).lm_head).__name__)
 """
 
 
-def test_programs_that_know_only_transformers(packed: Call, tmp_path: Path) -> None:
+def test_a_program_that_knows_only_transformers(packed: Call, tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
-    directory = str(packed("tiny-qwen3-moe", "int8"))
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "tilewright.engines.transformers", "program", packed("tiny-qwen3-moe", "int8")]
+    found = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
+    assert found.stdout == "PackedLinear\n", found.stderr
 
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "tilewright.engines.transformers", *arguments]
-        path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
-        return subprocess.run(command, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": path})
 
-    for program in (str(tmp_path / "program.py"), "program"):
-        found = run(program, directory)
-        assert found.stdout == "PackedLinear\n", found.stderr
-    assert "no module of this name is installed" in run("no_such_program").stderr
-    assert "usage:" in run().stderr
+def test_what_is_run_as_a_program(
+    packed: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    monkeypatch.setattr(sys, "argv", ["door", str(tmp_path / "program.py"), str(packed("tiny-qwen3-moe", "int8"))])
+    main()
+    assert capsys.readouterr().out == "PackedLinear\n"
+    for arguments, reason in (([], "usage:"), (["no_such_program"], "no module of this name is installed")):
+        monkeypatch.setattr(sys, "argv", ["door", *arguments])
+        with pytest.raises(SystemExit, match=reason):
+            main()
