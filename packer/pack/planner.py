@@ -33,7 +33,7 @@ from .groups import Linear, ModuleGroup, group_experts, join_linears, shares_of,
 from .latent_attention import AbsorbStep, heads_of
 from .sharding import rank_slice_of
 from .steps import PackedPart, PackStep
-from .target import PackTarget, scheme_of, source_layout, stored_specs, why_not_rotated
+from .target import PackTarget, misshapen, scheme_of, source_layout, stored_specs, why_not_rotated
 
 ROUTER = "router: its scores are computed from the plain weight, in the precision that the model asks for"
 SIXTEEN_BITS = ("bf16", "fp16")  # encodings of stacks of experts that are packed
@@ -93,12 +93,12 @@ class _Planner:
         specs = source_specs(source)
         inventory = detect_weights(specs, source.config, source.details)
         self.notes += unknown_model(source.config)
-        self.rejects += inventory.rejects
-        self.rejects += incomplete(source, family)
+        self.rejects += [*inventory.rejects, *incomplete(source, family)]
         matrices = self._matrices(inventory.weights, family)
         packed = [matrix for matrix in matrices if family.role(matrix.module) in self.target.roles]
         self.degrees.uncut += forbids_cuts(source.config, specs, packed, family)
         stacks: dict[str, list[Matrix]] = {}
+        self.rejects += misshapen(matrices, specs)
         for matrix in matrices:
             if path := family.experts.find(matrix.module):
                 stacks.setdefault(path.container, []).append(matrix)

@@ -134,6 +134,16 @@ def why_not_rotated(target: PackTarget, matrices: Iterable[Matrix], fmt: WeightF
             yield Reject(matrix.module, reason)
 
 
+def misshapen(matrices: Iterable[Matrix], specs: Mapping[str, TensorSpec]) -> Iterator[Reject]:
+    """Matrices without rows or columns, and biases that are not those of their matrix."""
+    for matrix in matrices:
+        if 0 in matrix.shape:
+            yield Reject(matrix.module, f"{list(matrix.shape)} holds no weights")
+        elif matrix.bias and specs[matrix.bias].shape[-1:] != (matrix.height,):
+            found = list(specs[matrix.bias].shape)
+            yield Reject(matrix.bias, f"is {found}, `{matrix.stored.tensors[0]}` has {matrix.height} rows")
+
+
 def stored_specs(matrix: Matrix, checkpoint: Checkpoint) -> dict[str, TensorSpec]:
     """Suffix -> specification of all tensors under the matrix's module path but its bias."""
     stored = matrix.stored
