@@ -31,7 +31,9 @@ from tilewright.kernels import ops
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (7168, 2048), (2112, 7168), (24576, 1536), (1024, 2048)]
 TOKENS = [1, 4, 16, 64, 256, 1024]
 KINDS = ["bf16", "int8", "fp8", "int4", "int4-bf16"]
+MORE_KINDS = ["int4-g32", "int4-g32-bf16", "mxfp4"]  # int4 in groups of 128 elsewhere
 BITS = {"bf16": 16.0, "int8": 8.0, "fp8": 8.0, "int4": 4.5, "int4-bf16": 4.5, "torch-bf16": 16.0, "torch-fp32": 32.0}
+BITS |= {"int4-g32": 6.25, "int4-g32-bf16": 6.25, "mxfp4": 4.25}
 Call = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -68,7 +70,7 @@ class Probes:
         """Operations (two per multiply-add) per second of tile products in registers, on all threads or some."""
         if not self.has_tiles:
             return None
-        steps, int8 = 100_000, kind in {"int8", "int4"}
+        steps, int8 = 100_000, kind in {"int8", "int4", "int4-g32"}
         count = threads or self._library.threads()
         probe = self._library.products_int8 if int8 else self._library.products_bf16
         seconds = _best(lambda: probe(ctypes.c_int64(steps), count), 3)
@@ -119,10 +121,15 @@ def weights(kind: str, n: int, k: int, rotate: int) -> list[Call]:
             w = pool[: n * k].view(torch.float8_e4m3fn).view(n, k).clone()
             s = torch.rand(-(-n // 128), -(-k // 128))
             calls.append(lambda x, w=w, s=s: ops.linear_fp8(x, w, s, n, bias))
+        elif kind == "mxfp4":
+            w = pool[: n * k * 17 // 32].view(n // 32, k // 64, 1088).clone()
+            w[..., :64] = torch.randint(110, 130, (n // 32, k // 64, 64), dtype=torch.uint8)
+            calls.append(lambda x, w=w: ops.linear_mxfp4(x, w, n, bias))
         else:
-            w = pool[: n * k // 2 + n * k // 32].view(n // 32, k // 128, 2176).clone()
-            z, s = torch.full((n // 32, k // 128, 32), 8, dtype=torch.int8), torch.rand(n // 32, k // 128, 32)
-            a8 = kind == "int4"
+            group = 32 if "g32" in kind else 128
+            w = pool[: n * k // 2 + n * k // group * 4].view(n // 32, k // group, group * 16 + 128).clone()
+            z, s = torch.full((n // 32, k // group, 32), 8, dtype=torch.int8), torch.rand(n // 32, k // group, 32)
+            a8 = not kind.endswith("bf16")
             calls.append(lambda x, w=w, z=z, s=s, a8=a8: ops.linear_int4(x, w, z, s, n, bias, a8))
     return calls
 
@@ -264,7 +271,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="path of the results without suffix")
     parser.add_argument("--shapes", type=shape_of, nargs="+", default=SHAPES, metavar="NxK")
     parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, metavar="M")
-    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=KINDS)
+    parser.add_argument("--kinds", nargs="+", default=KINDS, choices=[*KINDS, *MORE_KINDS])
     parser.add_argument("--rotate", type=int, default=640, help="MiB of weights of each kind")
     parser.add_argument("--seconds", type=float, default=0.25, help="for each kind of each case")
     return parser.parse_args()

@@ -27,6 +27,7 @@ LAYOUTS = (
     "cpu-vnni-fp8",
     "cpu-vnni-int4",
     "cpu-mxfp4",
+    "cpu-int4-compact",
 )  # as the registry has them; a test compares
 
 

@@ -112,6 +112,13 @@ inline void check_apart(const Tensor& out, Inputs inputs) {
   }
 }
 
+// Columns that share a scale in compact int4, whose blocks have so many bytes; 0 if no block has.
+inline int64_t compact_group(int64_t bytes) {
+  for (int64_t group : {32, 64, 128})
+    if (bytes == group * 16 + kCompactScales) return group;
+  return 0;
+}
+
 // How activations of a problem are rounded to int8, once its kind, k and group are known.
 inline void set_activations(GemmProblem& p, int64_t activation_group, int64_t rotation) {
   const bool integers = p.kind == Kind::int8 || p.kind == Kind::int4_int8;

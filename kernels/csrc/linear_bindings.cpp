@@ -168,6 +168,25 @@ Tensor linear_int4(const Tensor* out, const Tensor& x, const Tensor& weight, con
   return run(p, x, out, {&weight, &zeros, &scale, pointer(bias)});
 }
 
+Tensor linear_int4_compact(const Tensor* out, const Tensor& x, const Tensor& weight, int64_t n,
+                           std::optional<Tensor> bias, bool int8_activations, int64_t activation_group,
+                           int64_t rotation) {
+  Tensor rows;
+  GemmProblem p = problem(int8_activations ? Kind::int4_int8 : Kind::int4_bf16, x, n, rows);
+  p.weight = contiguous_bytes(weight, "weight", ScalarType::Byte, "uint8") + kCompactScales;
+  p.compact = true;
+  TILEWRIGHT_CHECK(weight.dim() == 3, "weight must have three dimensions, it is ", shape(weight));
+  const int64_t blocks = ceil_div(n, kBlockN), groups = weight.size(1);
+  p.group = compact_group(weight.size(2));
+  TILEWRIGHT_CHECK(p.group && weight.size(0) == blocks && groups == ceil_div(p.k, p.group), "weight is ", shape(weight),
+                   ", ", n, " x ", p.k, " in groups of 32, 64 or 128 needs [", blocks, ", groups, 16 * group + 64]");
+  set_activations(p, activation_group, rotation);
+  p.stored_n = blocks * kBlockN;
+  p.padded_k = groups * p.group;
+  p.bias = checked_bias(bias, n);
+  return run(p, x, out, {&weight, pointer(bias)});
+}
+
 Tensor linear_mxfp4(const Tensor* out, const Tensor& x, const Tensor& weight, int64_t n, std::optional<Tensor> bias) {
   Tensor rows;
   GemmProblem p = problem(Kind::mxfp4, x, n, rows);
@@ -209,6 +228,12 @@ STABLE_TORCH_LIBRARY(tilewright, m) {
   m.def(
       "linear_int4(Tensor x, Tensor weight, Tensor zeros, Tensor scale, int n, Tensor? bias=None, "
       "bool int8_activations=True, int activation_group=0, int rotation=0) -> Tensor");
+  m.def(
+      "linear_int4_compact(Tensor x, Tensor weight, int n, Tensor? bias=None, bool int8_activations=True, "
+      "int activation_group=0, int rotation=0) -> Tensor");
+  m.def(
+      "linear_int4_compact.out(Tensor x, Tensor weight, int n, Tensor? bias=None, bool int8_activations=True, "
+      "int activation_group=0, int rotation=0, *, Tensor(a!) out) -> ()");
   m.def("linear_mxfp4(Tensor x, Tensor weight, int n, Tensor? bias=None) -> Tensor");
   m.def("linear_mxfp4.out(Tensor x, Tensor weight, int n, Tensor? bias=None, *, Tensor(a!) out) -> ()");
   m.def("linear_bf16.out(Tensor x, Tensor weight, int n, Tensor? bias=None, *, Tensor(a!) out) -> ()");
@@ -235,6 +260,8 @@ STABLE_TORCH_LIBRARY_IMPL(tilewright, CPU, m) {
   m.impl("linear_fp8.out", TORCH_BOX(&tilewright::Op<tilewright::linear_fp8>::into));
   m.impl("linear_int4", TORCH_BOX(&tilewright::Op<tilewright::linear_int4>::fresh));
   m.impl("linear_int4.out", TORCH_BOX(&tilewright::Op<tilewright::linear_int4>::into));
+  m.impl("linear_int4_compact", TORCH_BOX(&tilewright::Op<tilewright::linear_int4_compact>::fresh));
+  m.impl("linear_int4_compact.out", TORCH_BOX(&tilewright::Op<tilewright::linear_int4_compact>::into));
   m.impl("linear_mxfp4", TORCH_BOX(&tilewright::Op<tilewright::linear_mxfp4>::fresh));
   m.impl("linear_mxfp4.out", TORCH_BOX(&tilewright::Op<tilewright::linear_mxfp4>::into));
 }

@@ -17,6 +17,8 @@ using Optional = std::optional<Tensor>;
 // Tokens run in passes that bound the scratch memory, with enough rows for each expert to be worth reading its weights.
 constexpr int64_t kPassTokens = 2048, kPassBytes = int64_t(1) << 27;
 
+const std::string kCompact = "int4-compact";
+
 struct Weights {
   const Tensor& weight;
   const Optional& scale;
@@ -27,11 +29,11 @@ struct Weights {
 
 // `packing` names the layouts that the type of a weight does not tell.
 Kind kind_of(const Tensor& weight, bool int8_activations, const std::string& packing = "") {
-  TILEWRIGHT_CHECK(packing.empty() || packing == "mxfp4", "there is no packing `", packing, "`; known is mxfp4");
-  if (packing == "mxfp4") {
-    TILEWRIGHT_CHECK(weight.scalar_type() == ScalarType::Byte, "a weight packed in mxfp4 must be uint8");
-    return Kind::mxfp4;
-  }
+  TILEWRIGHT_CHECK(packing.empty() || packing == "mxfp4" || packing == kCompact, "there is no packing `", packing,
+                   "`; known are mxfp4, ", kCompact);
+  TILEWRIGHT_CHECK(packing.empty() || weight.scalar_type() == ScalarType::Byte, "a weight packed in ", packing,
+                   " must be uint8");
+  if (packing == "mxfp4") return Kind::mxfp4;
   switch (weight.scalar_type()) {
     case ScalarType::BFloat16:
       return Kind::bf16;
@@ -68,7 +70,8 @@ void check_absent(const Optional& t, const std::string& name) {
 }
 
 // A stack of `experts` weights of `parts` matrices [n, k] each.
-Stack stack_of(Kind kind, const Weights& w, int64_t experts, int64_t parts, int64_t n, int64_t k) {
+Stack stack_of(Kind kind, const Weights& w, int64_t experts, int64_t parts, int64_t n, int64_t k,
+               bool compact = false) {
   Stack s{};
   GemmProblem& p = s.first.problem;
   const std::string name = w.name;
@@ -80,6 +83,21 @@ Stack stack_of(Kind kind, const Weights& w, int64_t experts, int64_t parts, int6
     p.bias =
         static_cast<const float*>(checked(w.bias, name + "_bias", ScalarType::Float, "float32", {experts, parts * n}));
     s.bias_stride = n;
+  }
+  if (compact) {
+    check_absent(w.scale, name + "_scale");
+    check_absent(w.zeros, name + "_zeros");
+    const int64_t bytes = w.weight.dim() ? w.weight.size(-1) : 0;
+    p.compact = true;
+    p.group = compact_group(bytes);
+    TILEWRIGHT_CHECK(p.group, name, " is ", shape(w.weight),
+                     ", its last size must be 16 * group + 64, the group 32, 64 or 128");
+    const int64_t blocks = ceil_div(n, kBlockN), groups = ceil_div(k, p.group);
+    check_sizes(w.weight, name, {experts, parts * blocks, groups, bytes});
+    p.weight += kCompactScales;
+    p.padded_k = groups * p.group;
+    s.weight_stride = blocks * groups * bytes;
+    return s;
   }
   if (kind == Kind::int4_int8 || kind == Kind::int4_bf16) {
     p.group = (w.weight.size(-1) - 128) / 16;
@@ -153,8 +171,8 @@ Experts problem(const Tensor& x, const Weights& w13, const Weights& w2, int64_t 
   const Kind kind = kind_of(w13.weight, int8_activations, packing);
   TILEWRIGHT_CHECK(kind_of(w2.weight, int8_activations, packing) == kind, "w13 and w2 must be packed in the same kind");
   Experts e{};
-  e.gate_up = stack_of(kind, w13, experts, 2, inner, x.size(1));
-  e.down = stack_of(kind, w2, experts, 1, x.size(1), inner);
+  e.gate_up = stack_of(kind, w13, experts, 2, inner, x.size(1), packing == kCompact);
+  e.down = stack_of(kind, w2, experts, 1, x.size(1), inner, packing == kCompact);
   set_activations(e.gate_up.first.problem, rounding.activation_group, rounding.w13_rotation);
   set_activations(e.down.first.problem, rounding.activation_group, rounding.w2_rotation);
   rows = x.stride(1) == 1 || x.size(1) == 1 ? x : torch::stable::contiguous(x);

@@ -302,9 +302,9 @@ class _Planner:
             self.rejects += why_not_rotated(self.target, [group.experts[0][0] for group in groups], fmt)
             self.degrees.add(groups)
             groups = shares_of(groups, fmt, self.sharding, self._axes)
-        layouts: list[Layout] = []
+        layouts, target = list[Layout](), self.target.fitting(weights[0].stored, self.notes)
         for group in groups:
-            layout = self.target.layout(role, fmt, group.shape, group.parts) if fmt else None
+            layout = target.layout(role, fmt, group.shape, group.parts) if fmt else None
             if isinstance(layout, Reject):
                 self.rejects.append(replace(layout, name=group.name))
             elif layout:

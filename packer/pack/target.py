@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from tilewright.kernels.formats import WeightFormat
 from tilewright.kernels.layouts import LAYOUTS
@@ -12,11 +12,13 @@ from tilewright.kernels.layouts.base import Layout
 from tilewright.kernels.rotation import Rotation
 from tilewright.kernels.tensors import Reject, TensorSpec
 
+from ..checkpoint.encoding import StoredWeight
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.matrices import Matrix
 from ..families.roles import Role
 
 ALWAYS_TOLD = ("preferred", "id", "roles", "reduces_scales", "absorbs", "joins")  # fields that release 0.1 recorded
+SYMMETRIC = ("cpu-int4-compact",)  # layouts without zero points, whose scales are those that the format's own are
 PACKED_PREFIXES = ("cpu-", "gpu-")  # ids of layouts that kernels read; all others are checkpoint layouts
 
 
@@ -54,6 +56,15 @@ class PackTarget(ABC):
             return f"its input is rotated by {rotation}, which no {self.id} kernel does"
         reject = rotation.why_not(fmt, k)
         return reject.reason if reject else None
+
+    def fitting(self, weight: StoredWeight, notes: list[str]) -> PackTarget:
+        """The target for one weight: without its preference, and with a note, where that layout loses numbers of it."""
+        if self.preferred not in SYMMETRIC or not (weight.stored_format and weight.requantized):
+            return self
+        note = f"{weight.encoding} with zero points or other than bf16 scales: `{self.preferred}` does not hold those"
+        if note not in notes:
+            notes.append(note)
+        return replace(self, preferred=None)
 
     def record(self) -> str:
         """What manifest and plan hash say of this target.

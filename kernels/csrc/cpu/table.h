@@ -18,6 +18,7 @@ enum class Kind : int32_t {
 };
 
 // A block of mxfp4, as it lies in memory: scales [2][32], codes [8 units][32] of eight columns each.
+constexpr int64_t kCompactScales = 64;  // bytes of scales before the codes of a block of compact int4
 constexpr int64_t kMxfp4Columns = 64, kMxfp4Group = 32, kMxfp4Scales = 64, kMxfp4Bytes = 1088;
 
 enum class Float : int32_t { f32, bf16, f16, e4m3 };  // e4m3 in block_amax alone
@@ -25,14 +26,15 @@ enum class Float : int32_t { f32, bf16, f16, e4m3 };  // e4m3 in block_amax alon
 // y[m, n] = x[m, k] . w[n, k]^T (+ bias[n]): what the caller of an operator asked for. Nothing changes it.
 struct GemmProblem {
   Kind kind;
-  Float dtype;               // of x and y
-  int64_t m, n, k;           // logical sizes
-  const void* x;             // [m, k], rows `x_stride` elements apart
-  int64_t x_stride;          //
-  const uint8_t* weight;     // packed, docs/format.md
-  int64_t stored_n;          // packed rows: n rounded up to 32, or to 16 where the last block has 16 rows
-  int64_t padded_k;          // packed columns: k rounded up to 32, int4 to `group`, mxfp4 to 64
-  int64_t group;             // int4: columns that share a scale; 0 otherwise
+  Float dtype;            // of x and y
+  int64_t m, n, k;        // logical sizes
+  const void* x;          // [m, k], rows `x_stride` elements apart
+  int64_t x_stride;       //
+  const uint8_t* weight;  // packed, docs/format.md
+  int64_t stored_n;       // packed rows: n rounded up to 32, or to 16 where the last block has 16 rows
+  int64_t padded_k;       // packed columns: k rounded up to 32, int4 to `group`, mxfp4 to 64
+  int64_t group;          // int4: columns that share a scale; 0 otherwise
+  bool compact;           // int4: symmetric, 32 bf16 scales before the codes of each block, `weight` behind the first
   int64_t activation_group;  // columns of x that share a scale, with int8 activations: 64 or 128; 0: the whole row
   int64_t rotation;          // columns of x that a Hadamard matrix multiplies before they are quantized; 0: none
   const float* scale;        // fp8 [ceil(n/128), ceil(k/128)]; int8 [stored_n]; int4 [blocks, k/group, 32]

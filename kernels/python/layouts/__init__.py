@@ -10,6 +10,7 @@ from .checkpoint_scaled import BLOCK_FP8, BLOCK_FP8_CT, CONV1D_BF16, INT8_CHANNE
 from .checkpoint_zero_points import ZERO_POINTS
 from .cpu_float import CPU_VNNI_BF16, CPU_VNNI_FP8
 from .cpu_int4 import CPU_VNNI_INT4
+from .cpu_int4_compact import CPU_INT4_COMPACT
 from .cpu_int8 import CPU_VNNI_INT8
 from .cpu_mxfp4 import CPU_MXFP4
 from .gpu_cutlass import GPU_CUTLASS_W4, GPU_TRTLLM_W4
@@ -36,6 +37,7 @@ LAYOUTS: Registry[Layout] = Registry(
         CPU_VNNI_FP8,
         CPU_VNNI_INT4,
         CPU_MXFP4,
+        CPU_INT4_COMPACT,
         GPU_CUTLASS_W4,
         GPU_TRTLLM_W4,
         GPU_HOPPER_W4,

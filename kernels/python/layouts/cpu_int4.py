@@ -77,24 +77,20 @@ class CpuVnniInt4:
         """
         specs = self.specs(fmt, shape, parts)
         check_tensors(self.id, tensors, specs)
-        *lead, n_blocks, k_blocks, size = specs["weight"].shape
         *_, n, k = shape
-        block_k = (size - 128) // 16
+        block_k = (specs["weight"].shape[-1] - 128) // 16
         words = tensors["weight"].contiguous().view(torch.int32)
-        nibbles = words[..., : block_k * 4].reshape(*lead, n_blocks, k_blocks, block_k // 4, 2, 8)
-        pairs = nibbles.movedim((-4, -3), (-2, -1)).contiguous().view(torch.uint8)  # [.., n_blocks, 2, 8, k_blocks, bk]
-        rows = torch.stack([pairs & 15, pairs >> 4], -4)  # [.., n_blocks, 2, 2, 8, k_blocks, block_k]
-        codes = rows.reshape(*lead, n_blocks * BLOCK_N, k_blocks * block_k)
-        zeros = _by_row(tensors["weight_zero_point"].view(torch.uint8))
+        codes = codes_of(words[..., : block_k * 4])
+        zeros = by_row(tensors["weight_zero_point"].view(torch.uint8))
         sums = _compensation(codes, zeros, block_k, fmt.block_k)
-        if not torch.equal(sums, _by_row(words[..., block_k * 4 :])):
+        if not torch.equal(sums, by_row(words[..., block_k * 4 :])):
             raise LayoutError(f"{self.id}: the stored compensation is not the sum of `code - zero` over its block")
         groups = specs["weight_scale"].shape[-2]
         zeros = crop(zeros, n, parts, groups)
         return QTensor(
             fmt,
             crop(codes, n, parts, k),
-            crop(_by_row(tensors["weight_scale"]), n, parts, groups),
+            crop(by_row(tensors["weight_scale"]), n, parts, groups),
             None if bool((zeros == fmt.zero_point).all()) else zeros,
             parts,
         )
@@ -114,7 +110,16 @@ def _by_block(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.reshape(*lead, rows // BLOCK_N, BLOCK_N, columns).transpose(-1, -2).contiguous()
 
 
-def _by_row(blocks: torch.Tensor) -> torch.Tensor:
+def codes_of(words: torch.Tensor) -> torch.Tensor:
+    """Codes of blocks: int32 [.., Np / 32, Kc, 4 * bk] -> uint8 [.., Np, Kc * bk]."""
+    *lead, n_blocks, k_blocks, size = words.shape
+    nibbles = words.reshape(*lead, n_blocks, k_blocks, size // 16, 2, 8)
+    pairs = nibbles.movedim((-4, -3), (-2, -1)).contiguous().view(torch.uint8)  # [.., n_blocks, 2, 8, k_blocks, bk]
+    rows = torch.stack([pairs & 15, pairs >> 4], -4)  # [.., n_blocks, 2, 2, 8, k_blocks, block_k]
+    return rows.reshape(*lead, n_blocks * BLOCK_N, k_blocks * size // 4)
+
+
+def by_row(blocks: torch.Tensor) -> torch.Tensor:
     """The inverse of `_by_block`."""
     return blocks.transpose(-1, -2).flatten(-3, -2).contiguous()
 

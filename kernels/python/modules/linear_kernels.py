@@ -96,6 +96,14 @@ LINEAR_KERNELS: Registry[LinearKernel] = Registry(
             ops.linear_int4,
             quantizes=True,
         ),
+        LinearKernel(
+            "cpu-int4-compact",
+            "cpu",
+            ("weight",),
+            ops.linear_int4_compact,
+            quantizes=True,
+            packing="int4-compact",
+        ),
         LinearKernel("cpu-mxfp4", "cpu", ("weight",), ops.linear_mxfp4, packing="mxfp4"),
         LinearKernel(
             "gpu-hopper-w4",

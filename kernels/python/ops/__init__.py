@@ -6,7 +6,7 @@
 from .._native import IsaStatus, isa, kernel_report, release_scratch, select_isa
 from .attention import attend
 from .experts import fused_experts, fused_mlp
-from .linear import bmm, linear_bf16, linear_fp8, linear_int4, linear_int8, linear_mxfp4
+from .linear import bmm, linear_bf16, linear_fp8, linear_int4, linear_int4_compact, linear_int8, linear_mxfp4
 
 __all__ = [
     "IsaStatus",
@@ -18,6 +18,7 @@ __all__ = [
     "linear_bf16",
     "linear_fp8",
     "linear_int4",
+    "linear_int4_compact",
     "linear_int8",
     "linear_mxfp4",
     "release_scratch",

@@ -76,7 +76,7 @@ def fused_experts(
         activation_group: Columns that share a scale of int8 activations, 64 or 128; 0: the whole row (`linear_int8`).
         w13_rotation: Columns of a block of `x` that a Hadamard matrix multiplies before rounding; 0: none.
         w2_rotation: The same for what lies between the products.
-        packing: `mxfp4` for weights in that layout, uint8 [E, blocks, columns / 64, 1088] without scales or zeros.
+        packing: `mxfp4` or `int4-compact` for uint8 weights in layouts of that name, which hold their scales.
         out: Takes the result: contiguous, of its shape and dtype; must not share memory with an input.
 
     Returns:

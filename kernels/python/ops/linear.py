@@ -22,6 +22,8 @@ _LINEAR_BF16, _LINEAR_BF16_OUT = torch.ops.tilewright.linear_bf16.default, torch
 _LINEAR_INT8, _LINEAR_INT8_OUT = torch.ops.tilewright.linear_int8.default, torch.ops.tilewright.linear_int8.out
 _LINEAR_FP8, _LINEAR_FP8_OUT = torch.ops.tilewright.linear_fp8.default, torch.ops.tilewright.linear_fp8.out
 _LINEAR_INT4, _LINEAR_INT4_OUT = torch.ops.tilewright.linear_int4.default, torch.ops.tilewright.linear_int4.out
+_LINEAR_COMPACT = torch.ops.tilewright.linear_int4_compact.default
+_LINEAR_COMPACT_OUT = torch.ops.tilewright.linear_int4_compact.out
 _LINEAR_MXFP4, _LINEAR_MXFP4_OUT = torch.ops.tilewright.linear_mxfp4.default, torch.ops.tilewright.linear_mxfp4.out
 
 
@@ -142,6 +144,39 @@ def linear_int4(
     return result
 
 
+def linear_int4_compact(
+    x: Tensor,
+    weight: Tensor,
+    n: int,
+    bias: Tensor | None = None,
+    int8_activations: bool = True,
+    activation_group: int = 0,
+    rotation: int = 0,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`linear_int4` of a symmetric weight whose bf16 scales lie before the codes of each block: the same bits.
+
+    Args:
+        x: fp32, bf16 or fp16 [..., K].
+        weight: uint8 [ceil(n / 32), ceil(K / group), 16 * group + 64], the group 32, 64 or 128.
+        n: Output features.
+        bias: fp32 [n].
+        int8_activations: As in `linear_int4`, like the next two.
+        activation_group: Columns of x that share a scale.
+        rotation: Columns of a block of x that a Hadamard matrix multiplies first.
+        out: Takes the result.
+
+    Returns:
+        [..., n] in the dtype of `x`; `out` if that is given.
+    """
+    if out is not None:
+        _LINEAR_COMPACT_OUT(x, weight, n, bias, int8_activations, activation_group, rotation, out=out)
+        return out
+    result: Tensor = _LINEAR_COMPACT(x, weight, n, bias, int8_activations, activation_group, rotation)
+    return result
+
+
 def linear_mxfp4(x: Tensor, weight: Tensor, n: int, bias: Tensor | None = None, *, out: Tensor | None = None) -> Tensor:
     """Linear layer with an MXFP4 weight; activations are rounded to bf16, weights are exact.
 
@@ -212,6 +247,7 @@ fakes.register("linear_int8", _fake_scaled)
 fakes.register("linear_fp8", _fake_scaled)
 fakes.register("linear_int4", _fake_int4)
 fakes.register("linear_mxfp4", _fake_blocks)
+fakes.register("linear_int4_compact", _fake_blocks)
 fakes.register("bmm", _fake_bmm)
-for _name in ("linear_bf16", "linear_int8", "linear_fp8", "linear_int4", "linear_mxfp4"):
+for _name in ("linear_bf16", "linear_int8", "linear_fp8", "linear_int4", "linear_mxfp4", "linear_int4_compact"):
     fakes.register(f"{_name}.out", fakes.nothing)

@@ -22,6 +22,7 @@ from tilewright.kernels import ops
 from tilewright.kernels.formats import BF16, FP8, INT4_BY_GROUP, INT8, MXFP4, WeightFormat
 from tilewright.kernels.layouts.cpu_float import CPU_VNNI_BF16, CPU_VNNI_FP8
 from tilewright.kernels.layouts.cpu_int4 import CPU_VNNI_INT4
+from tilewright.kernels.layouts.cpu_int4_compact import CPU_INT4_COMPACT
 from tilewright.kernels.layouts.cpu_int8 import CPU_VNNI_INT8
 from tilewright.kernels.layouts.cpu_mxfp4 import CPU_MXFP4
 from tilewright.kernels.modules import norms  # noqa: F401  (gives rms_norm its fake implementation)
@@ -93,6 +94,13 @@ def linear_cases(m: int, n: int, k: int, dtype: torch.dtype, bias: torch.Tensor 
     packed = CPU_VNNI_FP8.pack(q)
     fp8 = {"x": x, "weight": packed["weight"], "scale": packed["weight_scale_inv"], **rest}
     yield Case("linear_fp8", fp8, reference.linear_fp8(x, q.codes, q.scales, bias), 0.01)
+    q = quantized(INT4_BY_GROUP[64], n, k)
+    assert q.scales is not None
+    scales = q.scales.bfloat16().float()
+    compact = {"x": x, **CPU_INT4_COMPACT.pack(QTensor(q.format, q.codes, scales)), **rest}
+    eights = torch.full_like(scales, 8)
+    expected = reference.linear_int4(x, q.codes, eights, scales, 64, bias, True)
+    yield Case("linear_int4_compact", {**compact, "int8_activations": True}, expected)
     q = quantized(MXFP4, n, k)
     assert q.scales is not None
     mxfp4 = {"x": x, **CPU_MXFP4.pack(q), **rest}

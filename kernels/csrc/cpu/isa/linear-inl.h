@@ -63,7 +63,7 @@ inline int64_t weight_bytes(const Gemm* p, int64_t columns) {  // of a block, wi
     case Kind::mxfp4:
       return columns * kMxfp4Bytes / kMxfp4Columns;
     default:
-      return columns / p->problem.group * (p->problem.group * 16 + 128);
+      return columns / p->problem.group * (p->problem.group * 16 + (p->problem.compact ? kCompactScales : 128));
   }
 }
 
@@ -122,6 +122,24 @@ inline TaskMemory pass_memory(const GemmPlan& plan, TaskMemory w, int64_t i) {
   return w;
 }
 
+// What stands for the zero points of a chunk of compact int4, of which there are 16 groups at most.
+struct Eights {
+  int8_t zero[16 * kBlockN];
+};
+constexpr Eights eights() {
+  Eights e{};
+  for (int8_t& zero : e.zero) zero = 8;
+  return e;
+}
+constexpr Eights kEights = eights();
+
+// The scales of a group of columns of compact int4.
+inline void compact_scales(const uint8_t* stored, float* scale) {
+  uint16_t halves[kBlockN];
+  memcpy(halves, stored, sizeof halves);
+  for (int n = 0; n < kBlockN; ++n) scale[n] = bf16_to_float(halves[n]);
+}
+
 // The scales of a group of columns of mxfp4. Through copies, so that the loop becomes vector code.
 inline void mxfp4_scales(const uint8_t* stored, float* scale) {
   uint8_t bytes[kBlockN];
@@ -163,8 +181,15 @@ Chunk chunk_of(const Gemm* p, int64_t block, int64_t k0, bool panel, int64_t ahe
   } else if (p->problem.group) {
     const int64_t groups = p->problem.padded_k / p->problem.group, g = k0 / p->problem.group;
     c.scale = w.scale;
-    memcpy(c.scale, p->problem.scale + (block * groups + g) * kBlockN, size_t(c.k_groups * kBlockN) * sizeof(float));
-    c.zeros = p->problem.zeros + (block * groups + g) * kBlockN;
+    if (p->problem.compact) {
+      for (int64_t f = 0; f < c.k_groups; ++f)
+        compact_scales(c.weights + f * c.k_group_bytes - kCompactScales, c.scale + f * kBlockN);
+      c.zeros = kEights.zero;
+    } else {
+      const size_t bytes = size_t(c.k_groups * kBlockN) * sizeof(float);
+      memcpy(c.scale, p->problem.scale + (block * groups + g) * kBlockN, bytes);
+      c.zeros = p->problem.zeros + (block * groups + g) * kBlockN;
+    }
   }
   if (words) {
     c.scale = w.scale;
