@@ -1,7 +1,7 @@
 """How far a quantized weight may lie from its source: bounds per block of scales, derived from the source alone.
 
 The bound must not trust the candidate's own scales: a doubled scale would double it. So the scale of every block is the
-one that the format's own rule gives for the source, `s = amax / qmax`, and two limits follow from it:
+one that the format's own rule gives for the source, `s = amax / qmax` (its power of two for MXFP4). Two limits follow:
 
 - *worst case*: rounding to the nearest code is off by at most `WeightFormat.half_step`: `s / 2` for integers,
   `max(|w| / 16, s * 2^-10)` for e4m3 (half a step of 3 mantissa bits, or half of the smallest subnormal). No such
@@ -29,7 +29,6 @@ DEVIATIONS = 7.0
 SLACK = 1.1  # of the root of two summed squares, for errors that are not quite independent
 BF16_SCALE = 2.0**-8  # largest share by which rounding to bf16 changes a scale, and so every value of its block
 RUN = 1 << 20  # elements of a weight that are judged at once
-SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def row_runs(n: int, k: int, fmt: WeightFormat) -> Iterator[slice]:
@@ -54,12 +53,12 @@ def block_norms(values: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
 
 
 def ideal_scales(reference: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
-    """What the format's own rule gives for the source: amax / qmax, fp32 [scale rows, scale columns], above zero."""
+    """What the format's own rule gives for the source: fp32 [scale rows, scale columns], above zero."""
     if reference.dtype in convert.READ:
         amax = convert.block_amax(reference, fmt)
     else:
         amax = block_view(reference.to(torch.float32), fmt).abs().amax((1, 3))
-    return (amax / fmt.qmax).clamp_min(SMALLEST_SCALE)
+    return fmt.ideal_scales(amax)
 
 
 def allowed_error(norm: torch.Tensor, worst: torch.Tensor, nearest: torch.Tensor, count: torch.Tensor) -> torch.Tensor:

@@ -96,6 +96,10 @@ class WeightFormat(ABC):
         scales = (amax / qmax * fraction).to(self.scale_dtype).to(torch.float32).clamp_min(SMALLEST_NORMAL)
         return torch.where(amax == 0, 1.0, scales)
 
+    def ideal_scales(self, amax: torch.Tensor) -> torch.Tensor:
+        """Scales by which errors are judged: `amax / qmax` before it is rounded to `scale_dtype`, fp32, above zero."""
+        return (amax / self.qmax).clamp_min(SMALLEST_NORMAL)
+
     def has_usual_zeros(self, zeros: torch.Tensor | None) -> bool:
         """Whether zero points are `zero_point` everywhere, so that nothing is lost without them."""
         return zeros is None or bool((zeros == self.zero_point).all())

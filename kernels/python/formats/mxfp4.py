@@ -13,7 +13,7 @@ VALUES = torch.tensor((*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES)))
 _CODES = torch.tensor((0, 1, 2, 3, 4, 4, 5, 5, 6, 6, 6, 6, 7), dtype=torch.uint8)  # of twice a magnitude
 
 E8M0_BIAS = 127
-E8M0_NAN = 255  # the one byte of E8M0 that is no power of two
+SMALLEST_BYTE, LARGEST_BYTE = 1, 252  # of scales that are made here: 6 * 2^125 is finite, 2^-126 a normal number
 LARGEST_EXPONENT = 2  # of a code: 4 = 2^2
 ROUND_UP_FROM = 1 << 21  # added to the bits of an fp32 number, brings mantissas from 1.75 on to the next power of two
 EXPONENT_FIELD = 0x7F800000
@@ -57,8 +57,12 @@ class E2M1(WeightFormat):
         """
         bits = (amax.to(torch.float32).view(torch.int32) + ROUND_UP_FROM) & EXPONENT_FIELD
         byte = (bits >> 23) - LARGEST_EXPONENT + round(torch.tensor(fraction).log2().item())
-        scales = from_e8m0(byte.clamp(0, E8M0_NAN - 1).to(torch.uint8))
+        scales = from_e8m0(byte.clamp(SMALLEST_BYTE, LARGEST_BYTE).to(torch.uint8))
         return torch.where(amax == 0, 1.0, scales)
+
+    def ideal_scales(self, amax: torch.Tensor) -> torch.Tensor:
+        """See `WeightFormat.ideal_scales`: those of `scales`, as no power of two lies between."""
+        return self.scales(amax)
 
     def bars(self, counts: torch.Tensor) -> tuple[list[str], list[int]]:
         """See `WeightFormat.bars`: one bar for each code, zero in two of them."""

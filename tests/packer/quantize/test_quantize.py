@@ -16,6 +16,9 @@ FORMS = [(scheme.id, form) for scheme in SCHEMES.values() for form in scheme.che
 
 def error_bound(q: QTensor) -> torch.Tensor:
     """Largest error of each element that rounding may make: half a step of the format."""
+    if q.format.id == "mxfp4":
+        assert q.scales is not None
+        return q.format.half_step(q.format.decode(q.codes)) * q.scales.repeat_interleave(32, 1)
     spread = QTensor(q.format, torch.ones_like(q.codes, dtype=torch.float32), q.scales)
     one = spread.dequantize() if not q.format.zero_point else spread.dequantize() / (1 - q.format.zero_point)
     if q.format.id == "fp8":

@@ -8,14 +8,15 @@ import pytest
 import torch
 
 from tilewright.kernels.errors import SchemeError
-from tilewright.kernels.formats import FORMATS, FP8, INT4_G32, INT4_G64, INT4_G128, INT8, WeightFormat
+from tilewright.kernels.formats import FORMATS, FP8, INT4_G32, INT4_G64, INT4_G128, INT8, MXFP4, WeightFormat
+from tilewright.kernels.formats.mxfp4 import E2M1
 from tilewright.kernels.tensors import QTensor
 from tilewright.packer.solvers import SOLVERS
 from tilewright.packer.solvers.blocks import block_amax, encode, expand
 from tilewright.packer.solvers.gptq import ErrorFeedback, inverse_root
 
 SCALED = [fmt for fmt in FORMATS.values() if fmt.has_scales]
-ODD = {INT8: (13, 70), FP8: (150, 200), INT4_G32: (9, 160), INT4_G64: (7, 192), INT4_G128: (5, 256)}
+ODD = {INT8: (13, 70), FP8: (150, 200), INT4_G32: (9, 160), INT4_G64: (7, 192), INT4_G128: (5, 256), MXFP4: (9, 160)}
 
 
 def fp32_scales(fmt: WeightFormat) -> WeightFormat:
@@ -31,6 +32,8 @@ def correlated(tokens: int, k: int) -> torch.Tensor:
 def quotient_codes(values: torch.Tensor, fmt: WeightFormat) -> torch.Tensor:
     if fmt.code_dtype == torch.float8_e4m3fn:
         return values.clamp(-448, 448).to(torch.float8_e4m3fn).double()
+    if isinstance(fmt, E2M1):
+        return fmt.nearest(values.float()).double()
     return values.round().clamp(-8 if fmt.zero_point else -127, fmt.qmax)
 
 

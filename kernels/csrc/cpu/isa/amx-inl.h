@@ -198,6 +198,7 @@ class AmxIsa : public Panels {
       other_part_ = !other_part_;
       store_sums<G>(parts_[other_part_]);
       const int64_t group = k / c.k_group;
+      compact_scales(c, group);
       part_ = {parts_[other_part_],
                t.sum,
                c.scale ? c.scale + group * kBlockN : nullptr,

@@ -208,6 +208,7 @@ struct Avx512Panels {
   template <int R>
   static void multiply_int4(const Chunk& c, const uint32_t* a, int64_t span, const RowTerms& rows) {
     for (int64_t f = 0; f < c.k_groups; ++f) {
+      compact_scales(c, f);
       const int64_t at = f * c.k_group_bytes;
       const uint8_t *from = c.weights + at, *ahead = c.ahead + at;
       __m512i low[R], high[R];  // products of columns 0-7 and 16-23; of 8-15 and 24-31

@@ -23,6 +23,7 @@ struct Chunk {
   int64_t unit;                // first 4-byte unit of each packed row of activations
   bool first;                  // no chunk came before: the sums are undefined
   float* scale;                // [k_groups][32] or null (1); a copy
+  bool compact;                // int4: bf16 scales lie before each k_group, and are not in `scale` yet
   const int8_t* zeros;         // [k_groups][32], int4
   const int32_t* sums;         // row_sums at the first k_group, or null; rows are sums_per_row apart
   const float* row_scale;      // row_scale at the first k_group, where there is one for each group of columns, or null
@@ -133,23 +134,25 @@ constexpr Eights eights() {
 }
 constexpr Eights kEights = eights();
 
-// The scales of a group of columns of compact int4.
-inline void compact_scales(const uint8_t* stored, float* scale) {
+// Brings the scales of the f-th k_group of compact int4 to fp32. Where there is no panel, once its turn comes: so
+// memory is read in order.
+inline void compact_scales(const Chunk& c, int64_t f) {
+  if (!c.compact) return;
   uint16_t halves[kBlockN];
-  memcpy(halves, stored, sizeof halves);
-  for (int n = 0; n < kBlockN; ++n) scale[n] = bf16_to_float(halves[n]);
+  memcpy(halves, c.weights + f * c.k_group_bytes - kCompactScales, sizeof halves);
+  for (int n = 0; n < kBlockN; ++n) c.scale[f * kBlockN + n] = bf16_to_float(halves[n]);
 }
 
-// The scales of a group of columns of mxfp4. Through copies, so that the loop becomes vector code.
-inline void mxfp4_scales(const uint8_t* stored, float* scale) {
+// The same for the g-th group of mxfp4. Through copies, so that the loop becomes vector code.
+inline void mxfp4_scales(const Chunk& c, int64_t g) {
   uint8_t bytes[kBlockN];
   uint32_t powers[kBlockN];
-  memcpy(bytes, stored, sizeof bytes);
+  memcpy(bytes, c.weights + g / 2 * kMxfp4Bytes + g % 2 * kBlockN, sizeof bytes);
   for (int n = 0; n < kBlockN; ++n) {
     const uint32_t byte = bytes[n];
     powers[n] = byte << 23 | (byte == 255 ? 0x00400000 : 0) | (byte == 0 ? 0x00400000 : 0);
   }
-  memcpy(scale, powers, sizeof powers);
+  memcpy(c.scale + g * kBlockN, powers, sizeof powers);
 }
 
 // The weights and scales of the chunk at column k0 of a block, whose decoding asks for weights `ahead` bytes on.
@@ -181,10 +184,11 @@ Chunk chunk_of(const Gemm* p, int64_t block, int64_t k0, bool panel, int64_t ahe
   } else if (p->problem.group) {
     const int64_t groups = p->problem.padded_k / p->problem.group, g = k0 / p->problem.group;
     c.scale = w.scale;
-    if (p->problem.compact) {
-      for (int64_t f = 0; f < c.k_groups; ++f)
-        compact_scales(c.weights + f * c.k_group_bytes - kCompactScales, c.scale + f * kBlockN);
+    c.compact = p->problem.compact;
+    if (c.compact) {
       c.zeros = kEights.zero;
+      for (int64_t f = 0; panel && f < c.k_groups; ++f) compact_scales(c, f);
+      c.compact = !panel;
     } else {
       const size_t bytes = size_t(c.k_groups * kBlockN) * sizeof(float);
       memcpy(c.scale, p->problem.scale + (block * groups + g) * kBlockN, bytes);
@@ -193,8 +197,7 @@ Chunk chunk_of(const Gemm* p, int64_t block, int64_t k0, bool panel, int64_t ahe
   }
   if (words) {
     c.scale = w.scale;
-    for (int64_t g = 0; g < c.k_groups; ++g)
-      mxfp4_scales(c.weights + g / 2 * kMxfp4Bytes + g % 2 * kBlockN, c.scale + g * kBlockN);
+    for (int64_t g = 0; panel && g < c.k_groups; ++g) mxfp4_scales(c, g);
   }
   I::scale_weights(p->problem.kind, c);
   const bool as_packed = (p->problem.kind == Kind::int8 && !(I::kBiasedInt8 && p->problem.activation_group)) ||
@@ -216,6 +219,7 @@ inline Chunk k_group_of(const Chunk& chunk, int64_t f) {
   group.unit += f * chunk.k_group_units;
   group.first = chunk.first && f == 0;
   if (chunk.scale) group.scale += f * kBlockN;
+  compact_scales(chunk, f);
   if (chunk.zeros) group.zeros += f * kBlockN;
   if (chunk.sums) group.sums += f;
   group.index += f;

@@ -72,7 +72,8 @@ struct ScalarPanels {
   // of `span`, the rows' runs side by side.
   template <int R>
   static void multiply_int4(const Chunk& c, const uint32_t* a, int64_t span, const RowTerms& rows) {
-    for (int64_t f = 0; f < c.k_groups; ++f, a += R * c.k_group / 4)
+    for (int64_t f = 0; f < c.k_groups; ++f, a += R * c.k_group / 4) {
+      compact_scales(c, f);
       for (int r = 0; r < R; ++r)
         for (int64_t n = 0; n < kBlockN; ++n) {
           int32_t dot = -c.zeros[f * kBlockN + n] * rows.sum(r, f);
@@ -85,6 +86,7 @@ struct ScalarPanels {
           const float old = c.first && f == 0 ? 0.0f : *s, scale = c.scale[f * kBlockN + n];
           *s = rows.scales ? __builtin_fmaf(float(dot), scale * rows.scale(r, f), old) : old + float(dot) * scale;
         }
+    }
   }
 
   template <class F>

@@ -98,6 +98,7 @@ template <class V, int R, template <int> class Source>
 template <class V, int R, bool kPanel>
 [[gnu::always_inline]] inline void mxfp4_group(const Gemm* p, const Chunk& c, const Rows& at, int64_t g, int v0) {
   constexpr int kVectors = V::vectors(R), kLanes = V::kLanes, kUnitPairs = 4, kUnits = int(kMxfp4Group) / 8;
+  if constexpr (!kPanel) mxfp4_scales(c, g);
   const uint32_t* const a = at.a + (c.unit + g * kUnits * kUnitPairs) * R;
   typename V::N acc[R][kVectors];
   TILEWRIGHT_EACH(r, R) {
