@@ -38,7 +38,7 @@ DENSE: tuple[Family, ...] = (
     dense("mistral", HEAD | {"sliding_window": WINDOW}, "rope", "window"),
     dense("ministral", HEAD | SLIDING, "rope", "window"),
     dense("ministral3", HEAD | {"rope_parameters": LONG_ROPE | {"llama_4_scaling_beta": 0.5}}, "rope"),
-    dense("gemma", HEAD, "rope", "norm-offset", refused={"transformers": "int4: AttributeError"}),
+    dense("gemma", HEAD, "rope", "norm-offset"),
     dense(
         "gemma2",
         HEAD | SLIDING | {"query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
@@ -47,7 +47,6 @@ DENSE: tuple[Family, ...] = (
         "cap",
         "final-cap",
         "norm-offset",
-        refused={"transformers": "int4: AttributeError"},
     ),
     dense(
         "gemma3_text",
@@ -56,7 +55,6 @@ DENSE: tuple[Family, ...] = (
         "window",
         "norm-offset",
         title="Gemma 3",
-        refused={"transformers": "int4: AttributeError"},
     ),
     dense(
         "gemma3n_text",
@@ -74,7 +72,6 @@ DENSE: tuple[Family, ...] = (
             "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
         },
         title="Gemma 3n",
-        refused={"transformers": "int4: AttributeError"},
     ),
     dense(
         "gemma4_text",
@@ -89,7 +86,6 @@ DENSE: tuple[Family, ...] = (
         "rope",
         "window",
         title="Gemma 4",
-        refused={"transformers": "int4: AttributeError"},
     ),
     dense("phi", TEXT | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}, "rope", title="Phi 2"),
     dense("phi3", TEXT, "rope", title="Phi 3 / 4"),
@@ -100,7 +96,7 @@ DENSE: tuple[Family, ...] = (
     dense("granite", TEXT | GRANITE, "rope", "multipliers", title="Granite 3"),
     dense("nemotron", HEAD | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.5}}, "rope", "norm-offset"),
     dense("hunyuan_v1_dense", HEAD, "rope", title="Hunyuan dense"),
-    dense("ernie4_5", HEAD, "rope", title="Ernie 4.5", refused={"transformers": "int4: AttributeError"}),
+    dense("ernie4_5", HEAD, "rope", title="Ernie 4.5"),
     dense("olmo", TEXT, "rope"),
     dense("olmo2", TEXT, "rope"),
     dense("olmo3", TEXT | SLIDING | {"rope_parameters": BOTH_ROPES}, "rope", "window"),
@@ -116,7 +112,6 @@ DENSE: tuple[Family, ...] = (
         TEXT | {"sliding_window": WINDOW},
         "rope",
         "window",
-        refused={"transformers": "int4: AttributeError"},
     ),
     dense(
         "gptj",
@@ -166,19 +161,15 @@ DENSE: tuple[Family, ...] = (
             "pad_token_id": None,
         },
         "alibi",
-        refused={"transformers": "int4: AttributeError"},
     ),
     dense(
         "opt",
         BASE | {"ffn_dim": 128, "word_embed_proj_dim": 64, "pad_token_id": 1},
-        refused={"transformers": "int4: AttributeError"},
     ),
-    dense("cohere", TEXT, "rope", title="Command R", refused={"transformers": "int4: AttributeError"}),
-    dense(
-        "cohere2", HEAD | SLIDING, "rope", "window", title="Command A", refused={"transformers": "int4: AttributeError"}
-    ),
+    dense("cohere", TEXT, "rope", title="Command R"),
+    dense("cohere2", HEAD | SLIDING, "rope", "window", title="Command A"),
     dense("stablelm", TEXT | {"rope_parameters": ROPE | {"partial_rotary_factor": 0.25}}, "rope"),
-    dense("smollm3", TEXT | {"no_rope_layers": [1, 0]}, "rope", refused={"transformers": "int4: AttributeError"}),
+    dense("smollm3", TEXT | {"no_rope_layers": [1, 0]}, "rope"),
     dense("exaone4", HEAD | SLIDING, "rope", "window"),
     dense("seed_oss", HEAD, "rope"),
     dense("apertus", TEXT | {"rope_parameters": ROPE}, "rope"),
@@ -187,7 +178,6 @@ DENSE: tuple[Family, ...] = (
         {k: v for k, v in LATENT.items() if not k.startswith(("n_", "moe_", "topk", "num_exp"))}
         | {"scale_emb": 3, "dim_model_base": 32},
         "rope",
-        refused={"transformers": "int4: AttributeError"},
     ),
     Family(
         "whisper",
@@ -212,7 +202,7 @@ DENSE: tuple[Family, ...] = (
         (),
         "Whisper",
         "encoder-decoder",
-        refused={"model": "predicts text from .input_features", "transformers": "int4: AttributeError"},
+        refused={"model": "predicts text from .input_features"},
     ),
     Family(
         "t5",
@@ -250,6 +240,5 @@ DENSE: tuple[Family, ...] = (
         (),
         "BART",
         "encoder-decoder",
-        refused={"transformers": "int4: AttributeError"},
     ),
 )

@@ -146,7 +146,6 @@ HYBRIDS: tuple[Family, ...] = (
         "rope",
         title="LFM2-MoE",
         routed=True,
-        refused={"transformers": "int4: AttributeError"},
     ),
     hybrid(
         "mamba2",

@@ -153,7 +153,6 @@ SPARSE: tuple[Family, ...] = (
         },
         "rope",
         title="Ernie 4.5 MoE",
-        refused={"transformers": "int4: AttributeError"},
     ),
     moe("olmoe", TEXT | {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32}, "rope"),
     moe(

@@ -16,7 +16,7 @@ from table import SCHEMES, STEPS, measure, quieten, unexpected
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 FAST = 9  # every so many of the families are in `make test-fast`
-WORK, THROUGHOUT = 80, 45  # families that have to: here, and by transformers as well
+WORK, THROUGHOUT = 80, 60  # families that have to: here, and by transformers as well
 
 
 def cases() -> list[object]:

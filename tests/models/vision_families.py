@@ -59,7 +59,6 @@ VISION: tuple[Family, ...] = (
         "rope",
         "window",
         title="Gemma 4 VL",
-        refused={"transformers": "int4: AttributeError"},
     ),
     vision(
         "mistral3",
@@ -70,7 +69,7 @@ VISION: tuple[Family, ...] = (
         },
         "rope",
         title="Mistral 3 VL",
-        refused={"transformers": "int4: AttributeError"},
+        refused={"transformers": "int4: ValueError"},
     ),
     vision(
         "qwen2_vl",
