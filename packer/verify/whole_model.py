@@ -65,6 +65,15 @@ def compare_directories(
     return compare_whole([WholeModel(*model()) for model in models], tokens, options.decode_steps, progress)
 
 
+def stream(checkpoint: Checkpoint, contents: Contents, load_model: LoadModel) -> StreamedModel:
+    """The model of one directory, a layer at a time.
+
+    Raises:
+        NotStreamableError: Its layers need each other.
+    """
+    return StreamedModel(*_model(checkpoint, contents, load_model))
+
+
 def _model(checkpoint: Checkpoint, contents: Contents, load_model: LoadModel) -> tuple[PreTrainedModel, Visit, Visit]:
     """Packed directories run by the bundled kernels as they lie in the mapped files, all others in fp32."""
     if not packed_modules(checkpoint):
