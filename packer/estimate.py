@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from .plan import Plan, Work
+from .plan import Plan, Work, kinds
 
 SAMPLE = (256, 2048)  # rows and columns: a multiple of every block, and long enough to time
 
@@ -28,10 +28,11 @@ def compute_seconds(plan: Plan, workers: int) -> float:
 def _seconds(plan: Plan) -> float:
     rates: dict[tuple[str, ...], float] = {}
     total = 0.0
-    for work in (work for task in plan.tasks for work in task.step.work()):
-        if work.kind not in rates:
-            rates[work.kind] = _seconds_per_weight(work)
-        total += work.weights * rates[work.kind]
+    for task, count in kinds(plan.tasks):
+        for work in task.step.work():
+            if work.kind not in rates:
+                rates[work.kind] = _seconds_per_weight(work)
+            total += count * work.weights * rates[work.kind]
     return total
 
 

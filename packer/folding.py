@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Sequence
 
@@ -19,9 +20,10 @@ def pattern(name: str) -> str:
 
 def with_ranges(names: Sequence[str]) -> str:
     """What names of one `pattern` have in common, each number that varies replaced by the numbers that occur."""
-    columns = zip(*(NUMBER.split(name) for name in names), strict=True)
-    parts = [set(column) for column in columns]
-    return "".join(next(iter(part)) if len(part) == 1 else f"{{{_runs(sorted(map(int, part)))}}}" for part in parts)
+    texts = NUMBER.split(names[0])[::2]
+    columns = [set(column) for column in zip(*map(NUMBER.findall, names), strict=True)]
+    told = [next(iter(found)) if len(found) == 1 else f"{{{_runs(sorted(map(int, found)))}}}" for found in columns]
+    return "".join(part for pair in itertools.zip_longest(texts, told, fillvalue="") for part in pair)
 
 
 def _runs(numbers: list[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -17,7 +18,7 @@ CHUNK = 1 << 20  # bytes at a time: fits a core's own cache, so that what was ju
 STRIP_MEMORY = 32 << 20  # bytes: weights are converted a strip at a time
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Source:
     """A source tensor, or one slice of its first dimension (one expert of a stack).
 
@@ -30,7 +31,7 @@ class Source:
     index: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A run of bytes of one output tensor; the pieces of a tensor cover it exactly.
 
@@ -104,6 +105,10 @@ class Step(ABC):
         """What `run` computes beyond moving bytes; nothing by default."""
         return ()
 
+    def renamed(self, names: Mapping[str, str]) -> Step:
+        """The same step, for a `RepeatedTask` whose output tensors have other names; `names` maps the old ones."""
+        raise NotImplementedError(f"{type(self).__name__} is not repeated under other names")
+
 
 @dataclass(frozen=True)
 class Copy:
@@ -118,7 +123,7 @@ class Copy:
         return ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Task:
     """The unit of work, memory and restart: some sources become some pieces.
 
@@ -131,6 +136,26 @@ class Task:
     sources: tuple[Source, ...]
     pieces: tuple[Piece, ...]
     step: Step | Copy
+
+    @property
+    def first(self) -> Task:
+        """The task that stands for its kind."""
+        return self
+
+    @property
+    def place(self) -> int:
+        """See `RepeatedTask`."""
+        return 0
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Names of the source tensors."""
+        return tuple([source.name for source in self.sources])
+
+    @property
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the output tensors."""
+        return tuple([piece.name for piece in self.pieces])
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
         """What `step` makes of the sources' tensors, by output name.
@@ -162,10 +187,64 @@ class Degree:
     reason: str | None
 
 
+@dataclass(frozen=True, slots=True)
+class RepeatedTask:
+    """A task like another one, for tensors of other names, or for the next slices of the same output tensors.
+
+    A model of 140,000 tensors has as many tasks, of a few dozen kinds: what is the same for all of a kind is held, and
+    asked of, their first.
+
+    Attributes:
+        first: The task that it is like.
+        inputs: Names of its source tensors, in the order of those of `first`.
+        outputs: Names of its output tensors, likewise.
+        place: How many pieces of the same size lie between each of its pieces and that of `first`.
+    """
+
+    first: Task
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    place: int = 0
+
+    @property
+    def sources(self) -> tuple[Source, ...]:
+        """See `Task`."""
+        pairs = zip(self.inputs, self.first.sources, strict=True)
+        return tuple([Source(name, source.index) for name, source in pairs])
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """See `Task`."""
+        pairs = zip(self.outputs, self.first.pieces, strict=True)
+        return tuple([Piece(name, p.spec, p.offset + self.place * p.spec.nbytes) for name, p in pairs])
+
+    @property
+    def step(self) -> Step | Copy:
+        """See `Task`."""
+        step, outputs = self.first.step, self.first.outputs
+        if isinstance(step, Copy) or outputs == self.outputs:
+            return step
+        return step.renamed(dict(zip(outputs, self.outputs, strict=True)))
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """See `Task.run`."""
+        return Task(self.sources, self.pieces, self.step).run(tensors)
+
+
+AnyTask = Task | RepeatedTask
+
+
+def kinds(tasks: Iterable[AnyTask]) -> Iterable[tuple[Task, int]]:
+    """The first task of each kind, and how many there are."""
+    counts = Counter(id(task.first) for task in tasks)
+    firsts = {id(task.first): task.first for task in tasks}
+    return [(firsts[kind], count) for kind, count in counts.items()]
+
+
 FateKind = Literal["quantized", "dequantized", "packed", "copied", "dropped"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Fate:
     """What becomes of one source tensor: exactly one of these for every name in the source.
 
@@ -202,7 +281,7 @@ class Plan:
     """
 
     tensors: dict[str, TensorSpec]
-    tasks: tuple[Task, ...]
+    tasks: tuple[AnyTask, ...]
     fates: dict[str, Fate]
     config: dict[str, Any]
     modules: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tilewright.kernels.packed.safetensors_file import DTYPE_NAMES
-from tilewright.kernels.tensors import TensorSpec
 
 from .checkpoint import detect_weights
 from .checkpoint.encoding import StoredWeight
+from .checkpoint.files import Checkpoint
 from .checkpoint.packed import config_before_packing
 from .engine.job import Destination, Job
 from .estimate import compute_seconds
 from .folding import pattern, with_ranges
+from .garbage import uncollected
 from .pack.parallel import described, expert_parallel, tensor_parallel
-from .plan import Degree, Fate, Plan
+from .plan import Degree, Fate, Plan, kinds
 
 
 @dataclass(frozen=True)
@@ -131,19 +132,22 @@ class Summary:
         ])
 
 
+@uncollected()
 def summarize(job: Job, one: Destination, *, timed: bool = False) -> Summary:
     """Put a plan into figures, from headers alone; `timed` estimates how long it will take, by a short measurement."""
     plan, checkpoint = one.plan, job.checkpoint
-    specs = {name: checkpoint.spec(name) for name in plan.fates}
-    plain = {name: spec for name, spec in plan.tensors.items() if name.rpartition(".")[0] not in plan.modules}
+    lasts = {id(task.first): task for task in plan.tasks}.values()
+    counts = Counter({name: count for task, count in kinds(plan.tasks) for name in task.outputs})
+    ends = counts.keys() | {name for task in lasts for name in task.outputs}  # first and last stand for their kind
+    plain = {n: plan.tensors[n] for n in plan.tensors if n in ends and n.rpartition(".")[0] not in plan.modules}
     inventory = detect_weights(plain, config_before_packing(plan.config))
     weights = sum(math.prod(fields["shape"]) for fields in plan.modules.values())
-    weights += sum(math.prod(weight.shape) for weight in inventory.weights)
-    weights += sum(math.prod(plan.tensors[name].shape) for name in inventory.loose)
+    weights += sum(math.prod(weight.shape) * counts[weight.tensors[0]] for weight in inventory.weights)
+    weights += sum(math.prod(plan.tensors[name].shape) * counts[name] for name in inventory.loose)
     return Summary(
-        tuple(_groups(plan, specs)),
+        tuple(_groups(plan, checkpoint)),
         weights,
-        sum(spec.nbytes for spec in specs.values()),
+        sum(checkpoint.spec(name).nbytes for name in plan.fates),
         sum(spec.nbytes for spec in plan.tensors.values()),
         len(one.shards),
         job,
@@ -159,27 +163,28 @@ def _degrees(plan: Plan, weights: Sequence[StoredWeight]) -> tuple[tuple[Degree,
     return tuple(tensor_parallel(weights, plan.config)), tuple(expert_parallel(plan.config))
 
 
-def _groups(plan: Plan, specs: Mapping[str, TensorSpec]) -> Iterable[FateGroup]:
+def _groups(plan: Plan, checkpoint: Checkpoint) -> Iterable[FateGroup]:
+    spelled: dict[int, str] = {}  # by the object: there are few specifications, and many tensors
+    told: tuple[Fate | None, str] = (None, "")  # neighbours often share their fate
     members: dict[tuple[str, ...], list[str]] = {}
     for name, fate in plan.fates.items():
-        spec = specs[name]
-        before = f"{DTYPE_NAMES[spec.dtype]}{list(spec.shape)}"
-        key = (pattern(name), fate.kind, fate.reason, before, _after(fate, plan))
+        spec = checkpoint.spec(name)
+        if id(spec) not in spelled:
+            spelled[id(spec)] = f"{DTYPE_NAMES[spec.dtype]}{list(spec.shape)}"
+        if fate is not told[0]:
+            told = fate, _after(fate, plan)
+        key = (pattern(name), fate.kind, fate.reason, spelled[id(spec)], told[1])
         members.setdefault(key, []).append(name)
     counted: set[str] = set()
     for (_, kind, reason, before, after), names in members.items():
-        outputs = {output for name in names for output in plan.fates[name].outputs} - counted
-        counted |= outputs
-        yield FateGroup(
-            with_ranges(names),
-            len(names),
-            kind,
-            reason,
-            before,
-            after,
-            sum(specs[name].nbytes for name in names),
-            sum(plan.tensors[output].nbytes for output in outputs),
-        )
+        size, read = 0, sum(checkpoint.spec(name).nbytes for name in names)
+        for fate in (plan.fates[name] for name in names):
+            if fate is not told[0]:
+                told = fate, ""
+                fed = [output for output in fate.outputs if output not in counted]
+                counted.update(fed)
+                size += sum(plan.tensors[output].nbytes for output in fed)
+        yield FateGroup(with_ranges(names), len(names), kind, reason, before, after, read, size)
 
 
 def _after(fate: Fate, plan: Plan) -> str:

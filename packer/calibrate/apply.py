@@ -17,7 +17,7 @@ from tilewright.kernels.tensors import QTensor, Reject
 from ..families import known_folds, known_passages
 from ..families.config import head_size
 from ..families.norms import in_folds
-from ..plan import Copy, Plan, Step, Task
+from ..plan import AnyTask, Copy, Plan, Step, Task
 from ..quantize.steps import Part, QuantizeStep
 from ..schemes.scheme import SIXTEEN_BITS, StorageSpec
 from .method import CalibrationTargets, Method
@@ -87,7 +87,7 @@ def calibrated(plan: Plan, method: Method, text: Path, store: Store) -> tuple[Pl
         rejects += (Reject(f"--calibrate {text.name}", reason, "--solver gptq uses it, and so does w4afp8"),)
     options = plan.options | {"solver": plan.options["solver"] if method.kind == "scales" else method.kind}
     options |= {"calibration": asdict(method) | {"text_sha256": digest}}
-    tasks = tuple(replace(task, step=_step(task, wanted, store)) for task in plan.tasks)
+    tasks = tuple(Task(task.sources, task.pieces, _step(task, wanted, store)) for task in plan.tasks)
     return replace(plan, tasks=tasks, options=options, rejects=rejects), wanted
 
 
@@ -112,7 +112,7 @@ def _wanted(plan: Plan, method: Method) -> CalibrationTargets:
     return CalibrationTargets(targets, frozenset(inputs), copied, folds, passages, head_size(plan.config))
 
 
-def _step(task: Task, wanted: CalibrationTargets, store: Store) -> Step | Copy:
+def _step(task: AnyTask, wanted: CalibrationTargets, store: Store) -> Step | Copy:
     if isinstance(task.step, QuantizeStep):
         fields: dict[str, Any] = {name: getattr(task.step, name) for name in QuantizeStep.__dataclass_fields__}
         return CalibratedStep(**fields, store=store)

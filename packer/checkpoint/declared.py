@@ -85,10 +85,15 @@ class Fields:
         return bool(value)
 
     def names(self, key: str) -> list[str]:
-        """A list of texts; empty if it is absent or null."""
+        """A list of texts, of which those after `re:` are regexes; empty if it is absent or null."""
         value = self.take(key) or []
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.fail(key, "is no list of names")
+        for regex in (item[3:] for item in value if item.startswith("re:")):
+            try:
+                re.compile(regex)
+            except (re.error, OverflowError, RecursionError) as error:
+                raise self.fail(key, f"holds {quoted(regex)}, which is no regex: {error}") from None
         return value
 
     def inner(self, key: str) -> Fields | None:
@@ -175,15 +180,31 @@ class QuantMethod(Protocol):
 
 def everywhere(numbers: DeclaredNumbers, unquantized: Sequence[str] = ()) -> Declared:
     """The same numbers for all modules but those of a list."""
-    return lambda module: None if listed(module, unquantized) else numbers
+    unlisted = Listed(unquantized)
+    return lambda module: None if module in unlisted else numbers
 
 
-def listed(module: str, entries: Sequence[str]) -> bool:
-    """Whether a list of modules means this one: a path, its end, whole parts of it, or `re:` and a regex."""
-    for entry in entries:
-        if entry.startswith("re:"):
-            if re.match(entry[3:], module):
-                return True
-        elif f".{entry.strip('.')}." in f".{module}.":
+class Listed:
+    """The modules that a list means: by their path, its end, whole parts of it, or by `re:` and a regex.
+
+    Lists name hundreds of modules and are asked about tens of thousands, so paths are looked up and not compared.
+    """
+
+    def __init__(self, entries: Sequence[str]) -> None:
+        self._regexes = [re.compile(entry[3:]) for entry in entries if entry.startswith("re:")]
+        paths = [entry.strip(".") for entry in entries if not entry.startswith("re:")]
+        self._paths = frozenset(paths)
+        self._lengths = sorted({path.count(".") + 1 for path in paths})
+
+    def __contains__(self, module: str) -> bool:
+        """Whether the list means this module."""
+        if any(regex.match(module) for regex in self._regexes):
             return True
-    return False
+        if not self._paths:
+            return False
+        parts = module.split(".")
+        return any(
+            ".".join(parts[start : start + length]) in self._paths
+            for length in self._lengths
+            for start in range(len(parts) - length + 1)
+        )

@@ -26,6 +26,11 @@ class Details:
     metadata: Mapping[str, str] = field(default_factory=dict)
     read: Callable[[str], torch.Tensor] | None = None
 
+    @property
+    def was_asked(self) -> bool:
+        """Whether anything was looked up; not counted here."""
+        return False
+
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor of a few bytes.
 
@@ -44,6 +49,32 @@ class Details:
         except ValueError:
             return {}
         return found if isinstance(found, dict) else {}
+
+
+@dataclass(frozen=True)
+class WatchedDetails(Details):
+    """Details that know whether they were asked: what they say of one weight does not hold for others.
+
+    Attributes:
+        asked: What for.
+    """
+
+    asked: list[str] = field(default_factory=list)
+
+    @property
+    def was_asked(self) -> bool:
+        """See `Details`."""
+        return bool(self.asked)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """See `Details.tensor`."""
+        self.asked.append(name)
+        return Details.tensor(self, name)
+
+    def described(self, key: str) -> dict[str, Any]:
+        """See `Details.described`."""
+        self.asked.append(key)
+        return Details.described(self, key)
 
 
 NOTHING = Details()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,8 +13,9 @@ from tilewright.kernels.tensors import Reject, TensorSpec
 from ..families import family_of
 from ..families.experts import ExpertSpellings
 from ..families.sizes import size_conflicts
+from ..folding import pattern
 from .declared import Declared, Fields, QuantMethod, UnreadConfigError, quantization_config
-from .details import NOTHING, Details
+from .details import NOTHING, Details, WatchedDetails
 from .encoding import ACTIVATION_SUFFIXES, Encoding, RotatedDecoder, StoredWeight, TensorGroup
 from .encodings import ENCODINGS
 
@@ -60,15 +61,34 @@ def detect_weights(specs: Mapping[str, TensorSpec], config: Mapping[str, Any], d
     inventory = Inventory()
     declared, method = _declared(quantization_config(config), inventory)
     experts = family_of(config).experts
-    groups = _groups(specs, declared, method, experts, details)
-    known = _known_suffixes()
+    known = _Suffixes()
     refused = bool(inventory.rejects)
-    owned = {name for group in groups.values() for name in group.names.values()}
+    modules = _modules(specs, known, experts)
+    firsts: dict[str, str] = {}  # name of the codes -> module, where they could be a matrix
+    codes = _code_suffixes()
+    for module, names in modules.items():
+        first = next((names[suffix] for suffix in codes if suffix in names), "")
+        if first and len(specs[first].shape) >= 2:
+            firsts[first] = module
+    owned = {name for module in firsts.values() for name in modules[module].values()}
+    kinds: dict[Hashable, _Kind] = {}
     for name in specs:
-        if name in groups:
-            _claim(groups[name], inventory)
+        if name in firsts:
+            module = firsts[name]
+            names = modules[module]
+            numbers = declared(experts.canonical(module))
+            key = (pattern(module), numbers, *names, *[specs[name] for name in names.values()])
+            if kind := kinds.get(key):
+                inventory.weights.append(kind.weight(module, names))
+            else:
+                of = {suffix: specs[name] for suffix, name in names.items()}
+                watched = WatchedDetails(details.metadata, details.read)
+                group = TensorGroup(module, of, names, numbers, method, experts.find_stack(module) is not None, watched)
+                weight = _claim(group, inventory, number=len(kinds))
+                if weight and weight.kind is not None:
+                    kinds[key] = _Kind.of(weight, names)
         elif name not in owned:
-            _loose(name, (_split(name, known, experts) or ("", ""))[1], inventory, method)
+            _loose(name, (known.split(name, experts) or ("", ""))[1], inventory, method)
     _compare_sizes(inventory, specs, config)
     if refused:  # what cannot be read without the config follows from that, and need not be told
         del inventory.rejects[1:]
@@ -87,6 +107,36 @@ def _compare_sizes(inventory: Inventory, specs: Mapping[str, TensorSpec], config
         name, encoding = matrices[module].tensors[0], matrices[module].encoding
         hint = "config.json and weights belong to two models, or the weights are not what config.json says"
         inventory.rejects.append(Reject(name, f"read as {encoding} {reason}", hint))
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Weights that differ in nothing but the numbers in their names: a large model has a few dozen kinds of them.
+
+    Attributes:
+        first: One of them.
+        tensors: Suffixes of its tensors.
+        companions: Suffixes of its companions.
+    """
+
+    first: StoredWeight
+    tensors: tuple[str, ...]
+    companions: tuple[str, ...]
+
+    @staticmethod
+    def of(weight: StoredWeight, names: Mapping[str, str]) -> _Kind:
+        """The kind of a weight whose tensors have these names, by suffix."""
+        suffixes = {name: suffix for suffix, name in names.items()}
+        return _Kind(
+            weight,
+            tuple(suffixes[name] for name in weight.tensors),
+            tuple(suffixes[name] for name in weight.companions),
+        )
+
+    def weight(self, module: str, names: Mapping[str, str]) -> StoredWeight:
+        """The weight of another module of this kind."""
+        tensors = tuple([names[suffix] for suffix in self.tensors])
+        return self.first.like(module, tensors, tuple([names[suffix] for suffix in self.companions]))
 
 
 def _methods() -> dict[str, QuantMethod]:
@@ -111,13 +161,23 @@ def _declared(block: Mapping[str, Any], inventory: Inventory) -> tuple[Declared,
         return (lambda _: None), method
 
 
-def _claim(group: TensorGroup, inventory: Inventory) -> None:
-    """Add the weight that a group is, or what else becomes of its tensors."""
+def _claim(group: TensorGroup, inventory: Inventory, number: int) -> StoredWeight | None:
+    """Add the weight that a group is, or what else becomes of its tensors.
+
+    Args:
+        group: The tensors of a module.
+        inventory: Gets them.
+        number: Of the kind of weights that it is, if it is the first of them.
+
+    Returns:
+        The weight, if it is one. It stands for all modules whose tensors are alike, unless one of its tensors has
+        another fate or was read to know what it is; then it is of no kind.
+    """
     first, *further = [suffix for suffix in _code_suffixes() if suffix in group.names]
     if further:
         names = group.names
         inventory.rejects.append(Reject(names[first], f"stands beside `{names[further[0]]}`: which one counts?"))
-        return
+        return None
     found: StoredWeight | Reject | None = None
     for encoding in ENCODINGS.values():
         if found := encoding.detect(group):
@@ -126,9 +186,14 @@ def _claim(group: TensorGroup, inventory: Inventory) -> None:
     if isinstance(found, Reject):
         inventory.rejects.append(found)
     elif found is not None:
-        inventory.loose.extend(name for name in group.names.values() if name not in (*found.tensors, *found.companions))
+        loose = [name for name in group.names.values() if name not in (*found.tensors, *found.companions)]
+        inventory.loose.extend(loose)
         shared = tuple(group.specs[suffix].shape[:1] == found.shape[:1] for suffix in _suffixes_of(found, group))
-        inventory.weights.append(replace(found, bare=group.names.get("weight") == group.module, per_expert=shared))
+        is_bare = group.names.get("weight") == group.module
+        is_alone = bool(loose) or group.details.was_asked
+        weight = replace(found, bare=is_bare, per_expert=shared, kind=None if is_alone else number)
+        inventory.weights.append(weight)
+        return weight
     elif first == "weight" and group.is_matrix() and group.specs[first].dtype in CODE_TYPES and len(group.specs) == 1:
         kind = str(group.specs[first].dtype).removeprefix("torch.")
         inventory.rejects.append(
@@ -140,6 +205,7 @@ def _claim(group: TensorGroup, inventory: Inventory) -> None:
         inventory.rejects.append(group.reject(reason, suffix=first))
     else:
         inventory.loose.extend(group.names.values())
+    return None
 
 
 def _rotated(found: StoredWeight | Reject, group: TensorGroup) -> StoredWeight | Reject:
@@ -194,46 +260,41 @@ def _loose(name: str, suffix: str, inventory: Inventory, method: str) -> None:
         inventory.loose.append(name)
 
 
-def _known_suffixes() -> dict[str, int]:
+class _Suffixes:
     """Suffix -> its place, of every tensor that an encoding knows."""
-    suffixes = (suffix for encoding in ENCODINGS.values() for suffix in encoding.suffixes)
-    return {suffix: place for place, suffix in enumerate(dict.fromkeys((*suffixes, *ACTIVATION_SUFFIXES)))}
+
+    def __init__(self) -> None:
+        suffixes = (suffix for encoding in ENCODINGS.values() for suffix in encoding.suffixes)
+        self.places = {s: place for place, s in enumerate(dict.fromkeys((*suffixes, *ACTIVATION_SUFFIXES)))}
+        self._ends = {suffix.rpartition(".")[2] for suffix in self.places if "." in suffix}
+
+    def split(self, name: str, experts: ExpertSpellings) -> tuple[str, str] | None:
+        """Module path and suffix; what lies beside a stack, which has no `.weight`, begins with the stack's name."""
+        module, dot, suffix = name.rpartition(".")
+        if dot and suffix in self.places and suffix not in self._ends:
+            return module, suffix
+        parts = name.split(".")
+        for count in range(min(3, len(parts) - 1), 0, -1):
+            if (suffix := ".".join(parts[-count:])) in self.places:
+                return ".".join(parts[:-count]), suffix
+        if experts.find_stack(name):
+            return name, "weight"
+        if beside := experts.split_stack(name):
+            stack, rest = beside
+            return next(((stack, suffix) for suffix in (rest, f"weight_{rest}") if suffix in self.places), None)
+        return None
 
 
-def _groups(
-    specs: Mapping[str, TensorSpec], declared: Declared, method: str, experts: ExpertSpellings, details: Details
-) -> dict[str, TensorGroup]:
-    """Name of the codes -> group, for every module path that has a tensor of codes which could be a matrix."""
-    codes = _code_suffixes()
-    known = _known_suffixes()
+def _modules(specs: Mapping[str, TensorSpec], known: _Suffixes, experts: ExpertSpellings) -> dict[str, dict[str, str]]:
+    """Module path -> suffix -> name, sorted by suffix, of all tensors that an encoding may know."""
     modules: dict[str, dict[str, str]] = {}
     for name in specs:
-        if found := _split(name, known, experts):
+        if found := known.split(name, experts):
             modules.setdefault(found[0], {})[found[1]] = name
-    groups: dict[str, TensorGroup] = {}
-    for module, found_names in modules.items():
-        first = next((found_names[suffix] for suffix in codes if suffix in found_names), None)
-        if first is None or len(specs[first].shape) < 2:
-            continue
+    for module, names in modules.items():
         if (spelled := f"{experts.short(module)}.input_scale") in specs:
-            found_names.setdefault("input_scale", spelled)
-        names = dict(sorted(found_names.items(), key=lambda item: known[item[0]]))
-        group_specs = {suffix: specs[name] for suffix, name in names.items()}
-        asked = experts.canonical(module)
-        is_stack = experts.find_stack(module) is not None
-        groups[first] = TensorGroup(module, group_specs, names, declared(asked), method, is_stack, details)
-    return groups
-
-
-def _split(name: str, known: Mapping[str, int], experts: ExpertSpellings) -> tuple[str, str] | None:
-    """Module path and suffix of a tensor; what lies beside a stack, which has no `.weight`, begins with its name."""
-    parts = name.split(".")
-    for count in range(min(3, len(parts) - 1), 0, -1):
-        if (suffix := ".".join(parts[-count:])) in known:
-            return ".".join(parts[:-count]), suffix
-    if experts.find_stack(name):
-        return name, "weight"
-    if beside := experts.split_stack(name):
-        stack, rest = beside
-        return next(((stack, suffix) for suffix in (rest, f"weight_{rest}") if suffix in known), None)
-    return None
+            names.setdefault("input_scale", spelled)
+        order = sorted(names, key=known.places.__getitem__)
+        if order != list(names):
+            modules[module] = {suffix: names[suffix] for suffix in order}
+    return modules

@@ -106,7 +106,7 @@ class RotatedDecoder(Decoder):
         return None if inner is None else RotatedDecoder(inner, self.rotation)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StoredWeight:
     """One matrix `[N, K]`, or stack of matrices `[E, A, B]`, as the source stores it.
 
@@ -126,6 +126,8 @@ class StoredWeight:
         rotation: What its columns were multiplied by before they were quantized: `decoder` gives the values that they
             had before, and the codes as they are; None: nothing.
         foreign: No config that this project writes can describe it: what is not quantized of it becomes 16 bits.
+        kind: The same for weights of one inventory that differ in nothing but the numbers in their names; None where
+            nothing is known to be like it.
     """
 
     module: str
@@ -143,9 +145,31 @@ class StoredWeight:
     rotation: Rotation | None = None
     foreign: bool = False
 
+    kind: int | None = None
+
     def holds(self, fmt: str, rotation: Rotation | None) -> bool:
         """Whether it has the numbers of this format with inputs rotated so, to be taken over as they are."""
         return fmt == self.stored_format and rotation == self.rotation and not self.requantized
+
+    def like(self, module: str, tensors: tuple[str, ...], companions: tuple[str, ...]) -> StoredWeight:
+        """The same under other names (`dataclasses.replace`, but quick)."""
+        return StoredWeight(
+            module,
+            tensors,
+            companions,
+            self.shape,
+            self.encoding,
+            self.decoder,
+            self.stored_format,
+            self.rounds_to,
+            self.layout,
+            self.requantized,
+            self.bare,
+            self.per_expert,
+            self.rotation,
+            self.foreign,
+            self.kind,
+        )
 
     @property
     def few_bits(self) -> bool:

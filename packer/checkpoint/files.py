@@ -14,6 +14,7 @@ from tilewright.kernels.packed.records import read_object
 from tilewright.kernels.packed.safetensors_file import Entry, FileStamp, Header, MappedFile
 from tilewright.kernels.tensors import TensorSpec
 
+from ..garbage import uncollected
 from ..plan import Source
 from .consumed import kept_files
 from .declared import quantization_config
@@ -105,6 +106,7 @@ class Checkpoint:
         return self._maps[file]
 
 
+@uncollected()
 def open_checkpoint(source: str | Path, *, consumed: bool = False, indexed: bool = True) -> Checkpoint:
     """Read everything about a checkpoint but its weights.
 

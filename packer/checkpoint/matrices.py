@@ -22,9 +22,10 @@ from .encoding import Decoder, StoredWeight
 from .stacks import StackLayout, decide, output_rows, stacks_of
 
 Rows = tuple[int, int, int]
+Shared = dict[tuple[int, int], tuple[tuple[int, int], Rows]]  # one object for equal shapes, and rows
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Matrix:
     """One matrix [N, K]: the weight of a Linear, or one projection of one expert.
 
@@ -143,6 +144,7 @@ def matrices_of(
     """
     matrices = Matrices()
     layouts: dict[str, StackLayout] = {}
+    shared: Shared = {}
     for container, members in stacks_of(weights, family.experts).items():
         layout = decide(members, config, family, order, transposed)
         if isinstance(layout, Reject):
@@ -152,7 +154,7 @@ def matrices_of(
     for weight in weights:
         path = family.experts.find_stack(weight.module) if len(weight.shape) == 3 else None
         if path is None and len(weight.shape) == 2:
-            matrices.found.append(_whole(weight, names, family))
+            matrices.found.append(_whole(weight, names, family, shared))
         elif path is not None and path.container in layouts:
             layout = layouts[path.container]
             decoder = weight.decoder.transposed() if layout.transposed else weight.decoder
@@ -165,13 +167,14 @@ def matrices_of(
     return matrices
 
 
-def _whole(weight: StoredWeight, names: Mapping[str, object], family: ModelFamily) -> Matrix:
+def _whole(weight: StoredWeight, names: Mapping[str, object], family: ModelFamily, shared: Shared) -> Matrix:
     """The matrix that is all of a stored weight."""
     module, bias = family.experts.canonical(weight.module), f"{weight.module}.bias"
     (n, k), decoder = weight.shape, weight.decoder
     if not weight.quantized and family.stores_transposed(module) and (read := decoder.transposed()):
         (n, k), decoder, weight = (k, n), read, replace(weight, layout=CONV1D_BF16.id)
-    return Matrix(module, weight, decoder, (n, k), (0, n, 1), n, bias=bias if bias in names else "")
+    shape, rows = shared.setdefault((n, k), ((n, k), (0, n, 1)))
+    return Matrix(module, weight, decoder, shape, rows, n, bias=bias if bias in names else "")
 
 
 def _experts(

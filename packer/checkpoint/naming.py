@@ -21,7 +21,14 @@ class Naming:
 
     def __call__(self, name: str) -> str:
         """The output name of a tensor or a module."""
-        name = self.experts.canonical(name)
+        return self.of_canonical(self.experts.canonical(name))
+
+    def of_canonical(self, name: str) -> str:
+        """The same for a name in which the number of an expert stands where it does in outputs."""
         if self.draft_layer and name.startswith(self.draft_layer):
             return "model.layers.0." + name.removeprefix(self.draft_layer)
         return name
+
+    def input_scale(self, module: str) -> str:
+        """The name of the static activation scale of an expert's matrix in the output."""
+        return f"{self.experts.short(module)}.input_scale"

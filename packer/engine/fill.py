@@ -8,7 +8,7 @@ from tilewright.kernels.errors import CheckpointError
 from tilewright.kernels.tensors import TensorSpec
 
 from ..checkpoint.files import Checkpoint
-from ..plan import Copy, Task
+from ..plan import AnyTask, Copy
 from ..records.atomic import opened
 from .identity import check_unchanged
 from .shards import ShardPlan
@@ -16,7 +16,7 @@ from .writer import FileWriter
 
 
 def run_task(
-    checkpoint: Checkpoint, writer: FileWriter, shard: ShardPlan, task: Task, lost_pages: Callable[[], int]
+    checkpoint: Checkpoint, writer: FileWriter, shard: ShardPlan, task: AnyTask, lost_pages: Callable[[], int]
 ) -> None:
     """Carry out one task.
 
@@ -47,7 +47,7 @@ def run_task(
         raise
 
 
-def _copy(checkpoint: Checkpoint, writer: FileWriter, shard: ShardPlan, task: Task) -> None:
+def _copy(checkpoint: Checkpoint, writer: FileWriter, shard: ShardPlan, task: AnyTask) -> None:
     for source, piece in zip(task.sources, task.pieces, strict=True):
         path, start, size = checkpoint.extent(source)
         assert size == piece.spec.nbytes, f"{source} has {size} bytes, {piece} is planned"
@@ -55,7 +55,7 @@ def _copy(checkpoint: Checkpoint, writer: FileWriter, shard: ShardPlan, task: Ta
             writer.copy(shard.offsets[piece.name] + piece.offset, fd, start, size, path)
 
 
-def _compute(checkpoint: Checkpoint, writer: FileWriter, shard: ShardPlan, task: Task) -> None:
+def _compute(checkpoint: Checkpoint, writer: FileWriter, shard: ShardPlan, task: AnyTask) -> None:
     given = dict(task.run([checkpoint.tensor(source) for source in task.sources]))
     for source in task.sources:
         checkpoint.forget(source)

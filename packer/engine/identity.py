@@ -12,10 +12,11 @@ import tilewright
 from tilewright.kernels.errors import CheckpointError
 from tilewright.kernels.packed.page_guard import page_guard
 from tilewright.kernels.packed.safetensors_file import DTYPE_NAMES
+from tilewright.kernels.tensors import TensorSpec
 
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.gguf_file import read_again
-from ..plan import Plan
+from ..plan import Fate, Plan
 from ..records.journal import Identity
 
 
@@ -33,15 +34,34 @@ def plan_hash(plan: Plan, checkpoint: Checkpoint, max_shard_size: int) -> str:
     add([tilewright.__version__, max_shard_size, options, plan.config, plan.modules, plan.metadata])
     add({name: hashlib.sha256(content).hexdigest() for name, content in plan.extra_files.items()})
     add({file: [header.size, header.digest] for file, header in checkpoint.headers.items()})
-    lines = (f"{name} {DTYPE_NAMES[spec.dtype]} {spec.shape}\n" for name, spec in plan.tensors.items())
-    digest.update("".join(lines).encode())
-    for task in plan.tasks:
-        sources = "".join(f"{source.name} {source.index} " for source in task.sources)
-        pieces = "".join(f"{p.name} {DTYPE_NAMES[p.spec.dtype]} {p.spec.shape} {p.offset} " for p in task.pieces)
-        digest.update(f"{sources}> {pieces}{type(task.step).__name__}\n".encode())
-    for name, fate in sorted(plan.fates.items()):
-        digest.update(f"{name} {fate.kind} {fate.reason} {fate.outputs}\n".encode())
+    for line in _lines(plan):
+        digest.update(line.encode())
     return digest.hexdigest()
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    """One line for each output tensor, each task and each fate."""
+    spelled: dict[int, str] = {}  # by the object: there are few specifications, and many tensors
+
+    def spell(spec: TensorSpec) -> str:
+        if id(spec) not in spelled:
+            spelled[id(spec)] = f"{DTYPE_NAMES[spec.dtype]} {spec.shape}"
+        return spelled[id(spec)]
+
+    for name, spec in plan.tensors.items():
+        yield f"{name} {spell(spec)}\n"
+    for task in plan.tasks:
+        sources = zip(task.inputs, task.first.sources, strict=True)
+        pieces = zip(task.outputs, task.first.pieces, strict=True)
+        read = "".join([f"{name} {source.index} " for name, source in sources])
+        made = "".join([f"{n} {spell(p.spec)} {p.offset + task.place * p.spec.nbytes} " for n, p in pieces])
+        yield f"{read}> {made}{type(task.first.step).__name__}\n"
+    told: tuple[Fate | None, str] = (None, "")  # neighbours often share their fate
+    for name in sorted(plan.fates):
+        fate = plan.fates[name]
+        if fate is not told[0]:
+            told = fate, f"{fate.kind} {fate.reason} {fate.outputs}"
+        yield f"{name} {told[1]}\n"
 
 
 def source_identity(checkpoint: Checkpoint) -> dict[str, Identity]:

@@ -12,19 +12,21 @@ from tilewright.kernels.tensors import Reject
 
 from ..checkpoint.files import Checkpoint
 from ..folding import fold_rejects
-from ..plan import Copy, Plan
+from ..garbage import uncollected
+from ..plan import Copy, Plan, kinds
 from ..records.journal import JOURNAL, PARTIAL, JournalState, read_journal
 from .failures import one_clear_message
 from .identity import different_options, plan_hash, source_identity
 from .job import Destination, Job, RunOptions, in_order
 from .lock import LOCK
-from .resources import disk_free, disk_needed, memory_plan
+from .resources import disk_free, disk_needed, memory_plan, source_files
 from .shards import plan_shards
 
 CLEARING = "clearing"  # in the folder for unfinished work: what lies beside it is being removed
 OLD_HEADERS = "source"  # in the same folder: what release 0.1 kept of shards that `--consume` had deleted
 
 
+@uncollected()
 def prepare(plans: Mapping[Path, Plan], checkpoint: Checkpoint, options: RunOptions) -> Job:
     """Check everything that can be checked before a weight is read; nothing is written.
 
@@ -115,14 +117,10 @@ def check_gone(destinations: tuple[Destination, ...], checkpoint: Checkpoint, do
     Raises:
         PlanError: Some are.
     """
-    sources = {
-        source.name
-        for one, shard in in_order(destinations)
-        if one.path(shard.file) not in done
-        for task in shard.tasks
-        for source in task.sources
-    }
-    if needed := sorted(checkpoint.gone & {checkpoint.files[name] for name in sources}):
+    if not checkpoint.gone:
+        return
+    todo = [shard for one, shard in in_order(destinations) if one.path(shard.file) not in done]
+    if needed := sorted(checkpoint.gone & {file for shard in todo for file in source_files(shard, checkpoint)}):
         raise PlanError(
             f"{checkpoint.root}: shards are missing and still needed: {', '.join(needed[:8])}",
             hint="restore them; a run with --consume deletes what is safe in its own output, and only there",
@@ -140,26 +138,39 @@ def _check_consistency(plan: Plan, checkpoint: Checkpoint) -> None:
         return  # it need not be complete
     wrong = [f"{name}: no fate" for name in checkpoint.files if name not in plan.fates]
     wrong += [f"{name}: a fate, but not in the source" for name in plan.fates if name not in checkpoint.files]
-    wrong += [
-        f"{name}: {fate.kind} feeds {fate.outputs}"
-        for name, fate in plan.fates.items()
-        if not all(output in plan.tensors for output in fate.outputs) or bool(fate.outputs) == (fate.kind == "dropped")
-    ]
-    extents: dict[str, list[tuple[int, int]]] = {name: [] for name in plan.tensors}
-    for task in plan.tasks:
-        wrong += [f"{source.name}: not in the source" for source in task.sources if source.name not in checkpoint.files]
+    for name, fate in plan.fates.items():
+        known = [output for output in fate.outputs if output in plan.tensors]
+        if len(known) != len(fate.outputs) or bool(known) == (fate.kind == "dropped"):
+            wrong.append(f"{name}: {fate.kind} feeds {fate.outputs}")
+    for task, _ in kinds(plan.tasks):
         wrong += [] if task.pieces else [f"{task.sources}: a task that gives nothing"]
-        for piece in task.pieces:
-            extents.setdefault(piece.name, []).append((piece.offset, piece.offset + piece.spec.nbytes))
         if isinstance(task.step, Copy) and len(task.sources) != len(task.pieces):
             wrong.append(f"{task.sources}: copied to {task.pieces}")
-    for name, runs in extents.items():
-        if name not in plan.tensors:
-            wrong.append(f"{name}: written, but not planned")
-        elif not _covers(runs, plan.tensors[name].nbytes):
-            wrong.append(f"{name}: {plan.tensors[name].nbytes} bytes are written as {runs[:4]}")
+    wrong += _check_extents(plan, checkpoint)
     if wrong:
         raise AssertionError(f"the plan is inconsistent ({len(wrong)}): " + "; ".join(wrong[:8]))
+
+
+def _check_extents(plan: Plan, checkpoint: Checkpoint) -> list[str]:
+    """What tasks read is in the source, and their pieces cover every output tensor exactly."""
+    wrong: list[str] = []
+    left = set(plan.tensors)
+    extents: dict[str, list[tuple[int, int]]] = {}  # of tensors that are written in several pieces
+    for task in plan.tasks:
+        wrong += [f"{name}: not in the source" for name in task.inputs if name not in checkpoint.files]
+        for name, piece in zip(task.outputs, task.first.pieces, strict=True):
+            size = piece.spec.nbytes
+            start = piece.offset + task.place * size
+            if name in left and start == 0 and size == plan.tensors[name].nbytes:
+                left.remove(name)
+            elif name in plan.tensors:
+                extents.setdefault(name, []).append((start, start + size))
+            else:
+                wrong.append(f"{name}: written, but not planned")
+    for name, runs in extents.items():
+        if name not in left or not _covers(runs, plan.tensors[name].nbytes):
+            wrong.append(f"{name}: {plan.tensors[name].nbytes} bytes are written as {runs[:4]}")
+    return wrong + [f"{name}: not written" for name in left - extents.keys()]
 
 
 def _covers(runs: Iterable[tuple[int, int]], size: int) -> bool:

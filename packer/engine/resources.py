@@ -11,20 +11,20 @@ from pathlib import Path
 
 from ..checkpoint.files import Checkpoint
 from ..limits import available_memory, cpu_count
-from ..plan import Plan, Task
+from ..plan import AnyTask, Plan, kinds
 from .shards import ShardPlan
 
 BASE_MEMORY = 300 << 20  # bytes: torch itself, headers, buffers
 SPARE_DISK = 1 << 20  # bytes: index, ledger, manifest, directories, rounding to blocks
 
 
-def task_memory(task: Task, checkpoint: Checkpoint) -> int:
+def task_memory(task: AnyTask, checkpoint: Checkpoint) -> int:
     """Bytes that a task allocates at most, as its step estimates."""
     specs = []
-    for source in task.sources:
+    for source in task.first.sources:
         spec = checkpoint.spec(source.name)
         specs.append(spec if source.index is None else replace(spec, shape=spec.shape[1:]))
-    return task.step.memory(specs, sum(piece.spec.nbytes for piece in task.pieces))
+    return task.first.step.memory(specs, sum(piece.spec.nbytes for piece in task.first.pieces))
 
 
 def memory_plan(
@@ -43,9 +43,9 @@ def memory_plan(
         it can run alone; bytes that the process will need at most by estimate, what comes before the tasks included.
     """
     memory = available_memory() * 4 // 5 if memory is None else memory
-    every = [task_memory(task, checkpoint) for plan in plans for task in plan.tasks]
-    workers = max(1, min(jobs or cpu_count(), len(every)))
-    sizes = heapq.nlargest(workers, every)
+    found = [(task_memory(task, checkpoint), count) for plan in plans for task, count in kinds(plan.tasks)]
+    workers = max(1, min(jobs or cpu_count(), sum(count for _, count in found)))
+    sizes = heapq.nlargest(workers, (size for size, count in found for _ in range(min(count, workers))))
     budget = max(memory - BASE_MEMORY, *sizes[:1], 0)
     return workers, budget, BASE_MEMORY + max(min(budget, sum(sizes[:workers])), *(plan.memory for plan in plans))
 
@@ -61,11 +61,12 @@ def disk_needed(shards: Sequence[ShardPlan], checkpoint: Checkpoint, output: Pat
 
     With `consume`, deleted source shards make room; the count allows for two output shards being written at a time.
     """
-    waiting = Counter(file for shard in shards for file in source_files(shard, checkpoint))
+    reads = [source_files(shard, checkpoint) for shard in shards]
+    waiting = Counter(file for files in reads for file in files)
     freed = [0]
-    for shard in shards:
+    for files in reads:
         done = 0
-        for file in source_files(shard, checkpoint):
+        for file in files:
             waiting[file] -= 1
             path = checkpoint.headers[file].path
             if waiting[file] == 0 and consume and file not in checkpoint.gone and _same_device(path, output):
@@ -82,7 +83,7 @@ def disk_needed(shards: Sequence[ShardPlan], checkpoint: Checkpoint, output: Pat
 
 def source_files(shard: ShardPlan, checkpoint: Checkpoint) -> set[str]:
     """Names of the source shards that an output shard is made of."""
-    return {checkpoint.files[source.name] for task in shard.tasks for source in task.sources}
+    return {checkpoint.files[name] for task in shard.tasks for name in task.inputs}
 
 
 def _same_device(path: Path, output: Path) -> bool:

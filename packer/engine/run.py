@@ -9,7 +9,7 @@ from functools import partial
 
 from tilewright.kernels.packed.page_guard import page_guard
 
-from ..plan import Task
+from ..plan import AnyTask
 from ..progress import Progress
 from ..records.journal import Journal
 from .commits import Commits
@@ -82,7 +82,7 @@ class ShardRun:
             for task in shard.tasks:
                 yield task_memory(task, self._checkpoint), partial(self._run_task, number, one, shard, task)
 
-    def _run_task(self, number: int, one: Destination, shard: ShardPlan, task: Task) -> None:
+    def _run_task(self, number: int, one: Destination, shard: ShardPlan, task: AnyTask) -> None:
         writer = self._open(number, one, shard)
         run_task(self._checkpoint, writer, shard, task, self._lost_pages)
         self._announce(one, shard, writer)

@@ -112,6 +112,16 @@ class ExpertSpellings:
         containers = _any(names.container for names in self.names)
         return re.compile(rf"\.({containers})\.({_any(self.projections)})\.(\d+)(?=\.|$)")
 
+    @cached_property
+    def _containers(self) -> tuple[str, ...]:
+        return tuple(f".{names.container}." for names in self.names)
+
+    @staticmethod
+    def _is_followed_by_a_name(path: str, part: str) -> bool:
+        """Whether something other than a number follows the last `part` of a path."""
+        end = path.rfind(part) + len(part)
+        return end >= len(part) and not path[end : end + 1].isdigit()
+
     def find(self, module: str) -> ExpertPath | None:
         """The parts of the path of one expert's matrix, `….experts.7.up_proj`; None for any other module."""
         found = self._expert.match(module)
@@ -140,6 +150,8 @@ class ExpertSpellings:
 
     def canonical(self, name: str) -> str:
         """One order for the two ways to name an expert: `experts.gate_proj.7` -> `experts.7.gate_proj`."""
+        if not any(self._is_followed_by_a_name(name, part) for part in self._containers):
+            return name  # nearly always, and cheaper to see than the regex is to try
         return self._inverted.sub(r".\1.\3.\2", name)
 
     def short(self, module: str) -> str:

@@ -22,10 +22,16 @@ _MTP = re.compile(r"^(?:model\.)?(?:mtp|nextn)(?:\.|$)")
 def mtp_tensors(names: Iterable[str], config: Mapping[str, Any]) -> set[str]:
     """The tensors of MTP layers: those after the last regular layer, and everything under `mtp.`."""
     layers = text_config(config).get(LAYERS)
+    known: dict[str, bool] = {}  # by the path up to the number of the layer, which decides
     found = set()
     for name in names:
-        layer = _NUMBERED.match(unwrapped(name))
-        if _MTP.match(unwrapped(name)) or (layer and isinstance(layers, int) and int(layer[1]) >= layers):
+        at = name.find("layers.")
+        head = name if at < 0 else name[: name.find(".", at + len("layers.")) + 1] or name
+        if head not in known:
+            path = unwrapped(name)
+            layer = _NUMBERED.match(path)
+            known[head] = bool(_MTP.match(path) or (layer and isinstance(layers, int) and int(layer[1]) >= layers))
+        if known[head]:
             found.add(name)
     return found
 

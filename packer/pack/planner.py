@@ -23,6 +23,7 @@ from ..families.config import gating_of, is_tied
 from ..families.family import ModelFamily
 from ..families.parallel import ParallelAxes
 from ..families.roles import KEPT, Role
+from ..garbage import uncollected
 from ..plan import Copy, Fate, Piece, Plan, Source, Task
 from ..quantize.planner import source_specs
 from ..records.manifest import solver_of
@@ -42,6 +43,7 @@ ORDER_HINT = "`quantize-model --experts-order` declares it and writes experts on
 QUANTIZE_HINT = "convert it with `quantize-model` first, which reads it"
 
 
+@uncollected()
 def plan_pack(checkpoint: Checkpoint, target: PackTarget, sharding: RankSharding = WHOLE) -> Plan:
     """Decide from headers alone what becomes of every tensor of a 16-bit or quantized checkpoint.
 

@@ -12,12 +12,14 @@ from tilewright.kernels.tensors import Reject, TensorSpec
 
 from ..checkpoint.files import Checkpoint
 from ..checkpoint.packed import is_packed
+from ..garbage import uncollected
 from ..plan import Copy, Fate, Piece, Plan, Source, Task
 from .steps import UnpackStep
 
 DAMAGED_HINT = "the directory is damaged; fetch it or pack it again"
 
 
+@uncollected()
 def plan_unpack(checkpoint: Checkpoint) -> Plan:
     """Decide how every packed module becomes the tensors of its sources again; all other tensors are copied.
 

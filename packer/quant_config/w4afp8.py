@@ -15,6 +15,7 @@ from .inputs import QuantConfigInputs
 # SGLang's own buffers begin with. A calibrated value replaces it; engines with dynamic scales never look at it.
 UNCALIBRATED_INPUT_SCALE = 1.0
 
+SPELLINGS = ExpertSpellings()
 MERGED_NAMES = {part: merged.name for merged in MERGED for part in merged.parts}  # TensorRT-LLM's merged modules
 
 
@@ -41,7 +42,7 @@ def extra_files(quantized: Iterable[tuple[str, bool]]) -> dict[str, bytes]:
     layers: dict[str, dict[str, str]] = {}
     for module, is_expert in quantized:
         if is_expert:
-            layers[ExpertSpellings().container(module) or module] = {"quant_algo": "W4A8_AWQ"}
+            layers[SPELLINGS.container(module) or module] = {"quant_algo": "W4A8_AWQ"}
         else:
             stem, _, last = module.rpartition(".")
             layers[f"{stem}.{MERGED_NAMES.get(last, last)}"] = {"quant_algo": "FP8_BLOCK_SCALES"}

@@ -10,7 +10,7 @@ from tilewright.kernels.tensors import Reject, TensorSpec
 
 from ..families.roles import KEPT
 from ..folding import pattern, with_ranges
-from .decisions import BY_FORM, EXCLUDED, MTP_KEPT, Decision
+from .decisions import BY_FORM, EXCLUDED, MTP_KEPT, AnyDecision
 
 ON_PURPOSE = (EXCLUDED, MTP_KEPT, BY_FORM)  # reasons for 16 bits that were asked for
 SHOWN = 6  # kinds of names in one message
@@ -62,18 +62,23 @@ class Coverage:
         return [Reject(f"--min-coverage {least:g}", reason, hint)]
 
 
-def coverage_of(decisions: Iterable[Decision], specs: Mapping[str, TensorSpec]) -> Coverage:
+def coverage_of(decisions: Iterable[AnyDecision], specs: Mapping[str, TensorSpec]) -> Coverage:
     """Count what the decisions quantize and leave."""
     quantized = 0
+    sizes: dict[int, int] = {}  # of what is quantized: the same for all of a kind
     left: dict[str, int] = {}
     unknown: dict[str, int] = {}
     for decision in decisions:
+        if id(decision.first) in sizes:
+            quantized += sizes[id(decision.first)]
+            continue
         name = decision.names[0]
         if decision.action == "drop" or any(reason in decision.reason for reason in ON_PURPOSE):
             continue
         size = _size(decision, specs[name])
         if decision.quantized:
             quantized += size
+            sizes[id(decision.first)] = size
         elif decision.role == "other" and decision.reason == KEPT["other"]:
             if len(specs[name].shape) in {2, 3}:
                 unknown[name] = unknown.get(name, 0) + size
@@ -82,7 +87,7 @@ def coverage_of(decisions: Iterable[Decision], specs: Mapping[str, TensorSpec]) 
     return Coverage(quantized, left, unknown)
 
 
-def _size(decision: Decision, spec: TensorSpec) -> int:
+def _size(decision: AnyDecision, spec: TensorSpec) -> int:
     if decision.weight is None or decision.index is None:
         return math.prod(decision.weight.shape if decision.weight else spec.shape)
     return sum(math.prod(matrix.shape) for matrix in decision.matrices)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from .rules import Pattern, first_match
 from .steps import Part
 
 Action = Literal["quantize", "dequantize", "keep", "drop"]
+Chosen = tuple[Pattern | None, Pattern | None]  # patterns that exclude and include a module
 SHORT_INPUT_SCALES = tuple(f".{name}.input_scale" for name in SHORT.projections)
 EXCLUDED, MTP_KEPT = "excluded by --exclude", "MTP layer, --mtp keep"
 BY_FORM = "this format leaves all Linears but routed experts in 16 bits"
@@ -40,7 +41,7 @@ LOOSE = (  # tensors that are no matrix of a module, and why they keep their byt
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Decision:
     """What becomes of one weight, one expert of a stack, or one loose tensor.
 
@@ -54,6 +55,7 @@ class Decision:
         parts: The output matrices.
         bias: A stacked bias that is cut up beside the weight.
         carried: Companions of the weight that the output needs as they are.
+        repeats: Whether there are `RepeatedDecision`s like it.
     """
 
     role: Role
@@ -65,6 +67,12 @@ class Decision:
     parts: tuple[Part, ...] = ()
     bias: str | None = None
     carried: tuple[str, ...] = ()
+    repeats: bool = False
+
+    @property
+    def first(self) -> Decision:
+        """The decision that stands for its kind."""
+        return self
 
     @property
     def index(self) -> int | None:
@@ -74,7 +82,89 @@ class Decision:
     @property
     def quantized(self) -> tuple[Part, ...]:
         """The parts that are stored in fewer than 16 bits."""
-        return tuple(part for part in self.parts if part.target and part.target.is_quantized)
+        return tuple([part for part in self.parts if part.is_quantized])
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether it has parts, and all of them are."""
+        return bool(self.parts) and all(part.is_quantized for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class RepeatedDecision:
+    """What was decided of another matrix, of one that differs from it in the numbers of its name alone.
+
+    Attributes:
+        first: The decision on the other one: about a matrix that is alone in its tensors, which have no companions.
+        matrix: This one.
+        naming: Names of the output.
+    """
+
+    first: Decision
+    matrix: Matrix
+    naming: Naming
+    bias: str | None = None
+
+    @property
+    def role(self) -> Role:
+        """See `Decision`."""
+        return self.first.role
+
+    @property
+    def action(self) -> Action:
+        """See `Decision`."""
+        return self.first.action
+
+    @property
+    def reason(self) -> str:
+        """See `Decision`."""
+        return self.first.reason
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """See `Decision`."""
+        return self.matrix.stored.tensors
+
+    @property
+    def weight(self) -> StoredWeight:
+        """See `Decision`."""
+        return self.matrix.stored
+
+    @property
+    def matrices(self) -> tuple[Matrix, ...]:
+        """See `Decision`."""
+        return (self.matrix,)
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        """See `Decision`."""
+        (part,) = self.first.parts
+        module = self.naming.of_canonical(self.matrix.module)
+        scale = part.input_scale and (self.naming.input_scale(module), part.input_scale[1])
+        return (Part(module, part.rows, part.target, scale),)
+
+    @property
+    def index(self) -> int | None:
+        """See `Decision`."""
+        return None
+
+    @property
+    def quantized(self) -> tuple[Part, ...]:
+        """See `Decision`."""
+        return self.parts if self.is_quantized else ()
+
+    @property
+    def is_quantized(self) -> bool:
+        """See `Decision`."""
+        return self.first.is_quantized
+
+
+AnyDecision = Decision | RepeatedDecision
+
+
+def firsts(decisions: Iterable[AnyDecision]) -> list[Decision]:
+    """The first decision of each kind, in their order."""
+    return list({id(decision.first): decision.first for decision in decisions}.values())
 
 
 @dataclass
@@ -106,8 +196,10 @@ class Decider:
     def __post_init__(self) -> None:
         self._exclude = [Pattern(text) for text in self.options.exclude]
         self._include = [Pattern(text) for text in self.options.include]
+        self._kinds: dict[tuple[Any, ...], Decision] = {}
+        self._roles: dict[int, Role] = {}
 
-    def decide(self, inventory: Inventory, specs: Mapping[str, TensorSpec]) -> list[Decision]:
+    def decide(self, inventory: Inventory, specs: Mapping[str, TensorSpec]) -> list[AnyDecision]:
         """One decision per matrix, expert of a stack, and loose tensor, in source order."""
         options = self.options
         matrices = matrices_of(
@@ -120,7 +212,7 @@ class Decider:
             self.notes.append(
                 f"model_type `{kind}` is not known: gate rows are taken to come before up rows; --experts-order says so"
             )
-        decided = [self._matrix(matrix) for matrix in matrices.found if matrix.alone]
+        decided: list[AnyDecision] = [self._matrix(matrix) for matrix in matrices.found if matrix.alone]
         stacks: dict[str, list[list[Decision]]] = {}  # container -> for each of its stacks, one decision per expert
         for _, group in itertools.groupby(stacked, lambda matrix: matrix.stored.module):
             members = list(group)
@@ -130,8 +222,8 @@ class Decider:
             untouched = all(decision.action == "keep" for experts in layer for decision in experts)
             for experts in layer:
                 decided += _whole(experts) if untouched else [_cut(decision) for decision in experts]
-        whole = {name for decision in decided for name in (*decision.names, decision.bias)}
-        decided += [self._loose(name, specs[name]) for name in inventory.loose if name not in whole]
+        biases = {decision.bias for decision in decided}
+        decided += [self._loose(name, specs[name]) for name in inventory.loose if name not in biases]
         self._unmatched()
         order = {name: position for position, name in enumerate(specs)}
         return sorted(decided, key=lambda decision: (order[decision.names[0]], decision.index or 0))
@@ -159,19 +251,49 @@ class Decider:
                 self.rejects.append(Reject(name, f"{spec.dtype} {list(spec.shape)}: {reason}", hint))
         return Decision(role, "keep", reason or KEPT.get(role, "no matrix"), (name,))
 
-    def _matrix(self, matrix: Matrix) -> Decision:
+    def _matrix(self, matrix: Matrix) -> AnyDecision:
         weight = matrix.stored
-        role = self.family.role(matrix.module)
-        names = (*weight.tensors, *weight.companions)
-        if dropped := self._dropped(names[0], role):
-            return Decision(role, "drop", dropped, names)
-        part, reason = self._part(matrix, role)
+        role = self._role(matrix)
+        if dropped := self._dropped(weight.tensors[0], role):
+            return Decision(role, "drop", dropped, (*weight.tensors, *weight.companions))
+        chosen = self._patterns(matrix)
+        texts = [pattern and pattern.text for pattern in chosen]
+        key = (weight.kind, *texts, weight.tensors[0] in self.mtp)
+        if first := self._kinds.get(key):
+            return RepeatedDecision(first, matrix, self.naming)
+        refused = len(self.rejects)
+        decision = self._decide(matrix, role, chosen)
+        if weight.kind is None or weight.companions or len(self.rejects) > refused:
+            return decision
+        self._kinds[key] = replace(decision, repeats=True)
+        return self._kinds[key]
+
+    def _decide(self, matrix: Matrix, role: Role, chosen: Chosen) -> Decision:
+        weight = matrix.stored
+        part, reason = self._part(matrix, role, chosen)
         carried = tuple(
             name
             for name in weight.companions
             if name.endswith(SHORT_INPUT_SCALES) and self.checkpoint_format.input_scale
         )
+        names = (*weight.tensors, *weight.companions)
         return Decision(role, _action((part,)), reason, names, weight, (matrix,), (part,), carried=carried)
+
+    def _role(self, matrix: Matrix) -> Role:
+        """The role of a matrix, which numbers in its name do not change."""
+        kind = matrix.stored.kind
+        if kind is None:
+            return self.family.role(matrix.module)
+        if kind not in self._roles:
+            self._roles[kind] = self.family.role(matrix.module)
+        return self._roles[kind]
+
+    def _patterns(self, matrix: Matrix) -> Chosen:
+        """The patterns that exclude and include a matrix."""
+        if 0 in matrix.shape or not (self._exclude or self._include):
+            return None, None
+        module, alias = matrix.module, matrix.stored.module
+        return first_match(self._exclude, module, alias), first_match(self._include, module, alias)
 
     def _dropped(self, name: str, role: Role) -> str | None:
         """Why a tensor is left out; None if it is not."""
@@ -183,27 +305,25 @@ class Decider:
             return "the draft model shares it with its target"
         return None
 
-    def _part(self, matrix: Matrix, role: Role) -> tuple[Part, str]:
+    def _part(self, matrix: Matrix, role: Role, chosen: Chosen) -> tuple[Part, str]:
         """The output matrix and the reason for what it becomes."""
         weight = matrix.stored
-        target, reason = self._target(matrix.module, role, matrix.shape, weight)
+        target, reason = self._target(matrix, role, chosen)
         if target is None and weight.foreign and 0 not in matrix.shape:
             target, reason = SIXTEEN_BITS, f"{weight.encoding} -> bf16: {reason}"
         module = self.naming(matrix.module)
         scale = None
         if role == "expert" and target is not None and self.checkpoint_format.input_scale:
-            name = f"{self.family.experts.short(module)}.input_scale"
+            name = self.naming.input_scale(module)
             carried = {self.naming(companion) for companion in weight.companions}
             scale = None if name in carried else (name, UNCALIBRATED_INPUT_SCALE)
         return Part(module, matrix.rows, target, scale), reason
 
-    def _target(
-        self, module: str, role: Role, shape: tuple[int, int], weight: StoredWeight
-    ) -> tuple[StorageSpec | None, str]:
+    def _target(self, matrix: Matrix, role: Role, chosen: Chosen) -> tuple[StorageSpec | None, str]:
+        weight, shape = matrix.stored, matrix.shape
         if 0 in shape:
             return None, f"{list(shape)} holds no weights"
-        excluded = first_match(self._exclude, module, weight.module)
-        included = first_match(self._include, module, weight.module)
+        excluded, included = chosen
         if excluded:
             return None, f"{EXCLUDED} {excluded.text}"
         if weight.tensors[0] in self.mtp and self.options.mtp == "keep":
@@ -224,7 +344,7 @@ class Decider:
                 return target, self._describe(weight, target)
             reason = refused.reason
         if weight.quantized:
-            plain = TRANSPOSED if self.family.stores_transposed(module) else SIXTEEN_BITS
+            plain = TRANSPOSED if self.family.stores_transposed(matrix.module) else SIXTEEN_BITS
             return plain, f"{weight.encoding} -> bf16: {reason}"
         return None, reason
 
@@ -251,7 +371,7 @@ class Decider:
         decided = []
         for _, group in itertools.groupby(matrices, lambda matrix: matrix.expert):
             members = tuple(group)
-            found = [self._part(matrix, "expert") for matrix in members]
+            found = [self._part(matrix, "expert", self._patterns(matrix)) for matrix in members]
             parts = tuple(part for part, _ in found)
             bias = members[0].bias or None
             decided.append(Decision("expert", _action(parts), found[0][1], names, weight, members, parts, bias))

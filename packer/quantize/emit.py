@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from tilewright.kernels.tensors import Reject, TensorSpec
 
 from ..checkpoint.naming import Naming
 from ..families.cache_scales import cache_scales
-from ..plan import Copy, Fate, FateKind, Piece, Source, Step, Task
-from .decisions import Decision
-from .steps import QuantizeStep, SplitStep
+from ..plan import AnyTask, Copy, Fate, FateKind, Piece, RepeatedTask, Source, Step, Task
+from .decisions import AnyDecision, Decision, RepeatedDecision
+from .steps import Part, QuantizeStep, SplitStep
 
 KINDS: dict[str, FateKind] = {"quantize": "quantized", "dequantize": "dequantized", "keep": "copied"}
 COMPANIONS = {  # companions of a weight that is quantized anew
@@ -19,6 +19,24 @@ COMPANIONS = {  # companions of a weight that is quantized anew
     "input_scale": "static activation scale: activations are quantized at run time",
     "activation_scale": "static activation scale: activations are quantized at run time",
 }
+
+
+@dataclass(frozen=True)
+class _First:
+    """The first task of a kind, and the part that it makes."""
+
+    task: Task
+    part: Part
+
+    def outputs(self, part: Part, sources: Sequence[str]) -> tuple[str, ...]:
+        """Names of the output tensors of another part; where one is called like a source, that very object."""
+        length = len(self.part.module)
+        names = []
+        for name in self.task.outputs:
+            is_scale = self.part.input_scale and part.input_scale and name == self.part.input_scale[0]
+            output = part.input_scale[0] if is_scale and part.input_scale else part.module + name[length:]
+            names.append(next((source for source in sources if source == output), output))
+        return tuple(names)
 
 
 @dataclass
@@ -41,11 +59,12 @@ class Emitter:
     naming: Naming
     device: str = "cpu"
     tensors: dict[str, TensorSpec] = field(default_factory=dict)
-    tasks: list[Task] = field(default_factory=list)
+    tasks: list[AnyTask] = field(default_factory=list)
     fates: dict[str, Fate] = field(default_factory=dict)
     rejects: list[Reject] = field(default_factory=list)
+    _firsts: dict[str, _First] = field(default_factory=dict)
 
-    def emit(self, decisions: Sequence[Decision]) -> None:
+    def emit(self, decisions: Sequence[AnyDecision]) -> None:
         """Turn every decision into its tasks, in order."""
         for decision in decisions:
             if decision.action == "drop":
@@ -60,9 +79,12 @@ class Emitter:
         for output in map(self.naming, cache_scales(name) or (name,)):
             self._task([name], (Source(name),), {output: self.specs[name]}, Copy(), "copied", reason)
 
-    def _convert(self, decision: Decision) -> None:
+    def _convert(self, decision: AnyDecision) -> None:
         weight = decision.weight
         assert weight
+        if isinstance(decision, RepeatedDecision):
+            self._repeat(decision, self._firsts[decision.first.names[0]])
+            return
         step = QuantizeStep(
             decoder=decision.matrices[0].decoder,
             parts=decision.parts,
@@ -80,6 +102,8 @@ class Emitter:
             outputs |= part.specs(step.k, self.specs[weight.tensors[0]].dtype)
         sources = decision.matrices[0].sources
         self._task(weight.tensors, sources, outputs, step, KINDS[decision.action], decision.reason)
+        if decision.repeats:
+            self._firsts[decision.names[0]] = _First(self.tasks[-1].first, decision.parts[0])
         for name in decision.carried:
             self._copy(name, "static activation scale of the source")
         for name in (name for name in weight.companions if name not in decision.carried):
@@ -87,6 +111,20 @@ class Emitter:
             self.fates[name] = Fate("dropped", COMPANIONS.get(suffix, "belongs to the source's format"))
         if decision.bias:
             self._bias(decision, decision.bias)
+
+    def _repeat(self, decision: RepeatedDecision, first: _First) -> None:
+        """The task of a matrix like that of another one."""
+        names = decision.weight.tensors
+        outputs = first.outputs(decision.parts[0], names)
+        self._claim(names[0], zip(outputs, (piece.spec for piece in first.task.pieces), strict=True))
+        self.tasks.append(RepeatedTask(first.task, names, outputs))
+        self.fates.update(dict.fromkeys(names, Fate(KINDS[decision.action], decision.reason, outputs)))
+
+    def _claim(self, name: str, outputs: Iterable[tuple[str, TensorSpec]]) -> None:
+        for output, spec in outputs:
+            if output in self.tensors:
+                self.rejects.append(Reject(name, f"would be written as `{output}`, which another tensor already is"))
+            self.tensors[output] = spec
 
     def _bias(self, decision: Decision, name: str) -> None:
         """The biases of one expert, cut like the rows of its weights."""
@@ -104,12 +142,7 @@ class Emitter:
         kind: FateKind,
         reason: str,
     ) -> None:
-        for output, spec in outputs.items():
-            if output in self.tensors:
-                self.rejects.append(
-                    Reject(names[0], f"would be written as `{output}`, which another tensor already is")
-                )
-            self.tensors[output] = spec
+        self._claim(names[0], outputs.items())
         pieces = tuple(Piece(output, spec) for output, spec in outputs.items())
         self.tasks.append(Task(sources, pieces, step))
         for name in names:

@@ -11,12 +11,13 @@ from ..checkpoint.naming import Naming
 from ..checkpoint.packed import is_packed
 from ..families import family_of, unknown_model
 from ..families.layers import draft_layer, mtp_tensors
+from ..garbage import uncollected
 from ..plan import Plan
 from ..quant_config.inputs import QuantConfigInputs
 from ..schemes import SCHEMES
 from ..schemes.scheme import CheckpointFormat
 from .coverage import coverage_of
-from .decisions import Decider, Decision
+from .decisions import AnyDecision, Decider
 from .emit import Emitter
 from .model_config import cache_scheme, check_head, output_config, tied_heads
 from .options import QuantizeOptions
@@ -26,6 +27,7 @@ from .unquantized import foreign_weights, fused_groups_apart, group_advice, read
 STALE_FILES = (*QUANTIZATION_FILES, "quant_cfg.json")  # describe the source's quantization
 
 
+@uncollected()
 def plan_quantize(checkpoint: Checkpoint, options: QuantizeOptions, device: str = "cpu") -> Plan:
     """Decide everything about a conversion; no weight byte is read.
 
@@ -58,7 +60,7 @@ def plan_quantize(checkpoint: Checkpoint, options: QuantizeOptions, device: str 
     rotated = rotated_modules(decisions)
     tied, cache = tied_heads(specs, checkpoint.config, family), cache_scheme(specs, checkpoint.config)
     block = checkpoint_format.config(QuantConfigInputs(unquantized, chosen["group_size"], tied, cache, rotated))
-    quantized = [(part.module, decision.role == "expert") for decision in decisions for part in decision.quantized]
+    quantized = ((part.module, decision.role == "expert") for decision in decisions for part in decision.quantized)
     notes = [*decider.notes, *fused_groups_apart(decisions, family), *foreign_weights(decisions, checkpoint_format)]
     notes += rotation_advice(decisions)
     notes += group_advice(decisions, SCHEMES[options.scheme].groups, chosen["group_size"])
@@ -102,7 +104,7 @@ def _refusals(
     checkpoint: Checkpoint,
     options: QuantizeOptions,
     checkpoint_format: CheckpointFormat,
-    decisions: list[Decision],
+    decisions: list[AnyDecision],
     specs: dict[str, TensorSpec],
 ) -> list[Reject]:
     """What the decisions as a whole do not allow."""
@@ -128,7 +130,8 @@ def _refusals(
             for decision in decisions
             if decision.weight
             and decision.role in {"linear", "expert"}
-            and len(decision.quantized) < len(decision.parts)
+            and not decision.is_quantized
+            and decision.parts
         ]
     if options.strict:
         apart = fused_groups_apart(decisions, family_of(checkpoint.config))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -74,7 +74,7 @@ def quantize_matrix(
     return QTensor(fmt, codes, scales)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Part:
     """One output matrix: some rows of the source matrix.
 
@@ -91,6 +91,11 @@ class Part:
     input_scale: tuple[str, float] | None = None
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether it is stored in fewer than 16 bits."""
+        return self.target is not None and self.target.is_quantized
+
+    @property
     def count(self) -> int:
         """Number of rows."""
         return len(range(*self.rows))
@@ -104,6 +109,13 @@ class Part:
         if self.input_scale:
             specs[self.input_scale[0]] = TensorSpec(torch.bfloat16, (1,))
         return specs
+
+    def renamed(self, names: Mapping[str, str]) -> Part:
+        """The same part under other names; `names` maps those of the output tensors."""
+        before, now = next(pair for pair in names.items() if pair[0].startswith(f"{self.module}."))
+        module = now.removesuffix(before.removeprefix(self.module))
+        scale = (names[self.input_scale[0]], self.input_scale[1]) if self.input_scale else None
+        return Part(module, self.rows, self.target, scale)
 
 
 @dataclass(frozen=True)
@@ -151,6 +163,12 @@ class QuantizeStep(Step):
             if part.target is not None and part.module not in self.kept:
                 kind = (part.target.format, self.solver, self.device)
                 yield Work(kind, part.count * self.k, partial(self._try, part.target))
+
+    def renamed(self, names: Mapping[str, str]) -> QuantizeStep:
+        """See `Step.renamed`."""
+        parts = tuple(part.renamed(names) for part in self.parts)
+        kept = (now.module for before, now in zip(self.parts, parts, strict=True) if before.module in self.kept)
+        return replace(self, parts=parts, kept=tuple(kept))
 
     def _try(self, target: StorageSpec, weight: torch.Tensor) -> None:
         n, k = weight.shape

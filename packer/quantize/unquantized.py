@@ -10,11 +10,15 @@ from ..checkpoint.naming import Naming
 from ..families.family import ModelFamily
 from ..families.roles import unwrapped
 from ..schemes.scheme import CheckpointFormat
-from .decisions import Decision
+from .decisions import AnyDecision, firsts
+from .steps import Part
 
 
 def unquantized_modules(
-    decisions: Sequence[Decision], specs: Mapping[str, TensorSpec], checkpoint_format: CheckpointFormat, naming: Naming
+    decisions: Sequence[AnyDecision],
+    specs: Mapping[str, TensorSpec],
+    checkpoint_format: CheckpointFormat,
+    naming: Naming,
 ) -> list[str]:
     """Full dotted paths of all modules that hold a matrix which is not quantized, in source order.
 
@@ -23,31 +27,31 @@ def unquantized_modules(
     unquantized are listed one by one and as the container that engines ask for.
     """
     modules: dict[str, None] = {}
-    experts: dict[str, bool] = {}  # container -> whether any of its experts is quantized
+    containers: dict[str, None] = {}  # of experts of which some are not quantized
     for decision in decisions:
-        if decision.action == "drop" or (decision.weight and _as_engines_expect(decision, checkpoint_format)):
+        if decision.action == "drop" or decision.is_quantized or _as_engines_expect(decision, checkpoint_format):
             continue
-        for module, quantized in _matrices(decision, specs, naming):
-            container = naming.experts.container(module)
-            if container:
-                experts[container] = experts.get(container, False) or quantized
-            if not quantized:
-                modules |= {module: None, unwrapped(module): None}
-    for container in (name for name, quantized in experts.items() if not quantized):
+        for module in _kept_matrices(decision, specs, naming):
+            modules |= {module: None, unwrapped(module): None}
+            containers |= dict.fromkeys(filter(None, [naming.experts.container(module)]))
+    if containers:
+        for part in (part for decision in decisions for part in decision.quantized):
+            containers.pop(naming.experts.container(part.module) or "", None)
+    for container in containers:
         modules |= {container: None, unwrapped(container): None}
     return list(modules)
 
 
-def _matrices(decision: Decision, specs: Mapping[str, TensorSpec], naming: Naming) -> list[tuple[str, bool]]:
-    """Modules of a decision that hold matrices, and whether each is quantized."""
+def _kept_matrices(decision: AnyDecision, specs: Mapping[str, TensorSpec], naming: Naming) -> list[str]:
+    """Modules of a decision that hold matrices which are not quantized."""
     if decision.weight:
-        return [(part.module, part in decision.quantized) for part in decision.parts]
+        return [part.module for part in decision.parts if not part.is_quantized]
     name = decision.names[0]
     is_matrix = len(specs[name].shape) >= 2 and name.endswith(".weight")
-    return [(naming(name).removesuffix(".weight"), False)] if is_matrix else []
+    return [naming(name).removesuffix(".weight")] if is_matrix else []
 
 
-def _as_engines_expect(decision: Decision, checkpoint_format: CheckpointFormat) -> bool:
+def _as_engines_expect(decision: AnyDecision, checkpoint_format: CheckpointFormat) -> bool:
     """Whether an untouched weight of a quantized source already is what the new config promises."""
     weight, target = decision.weight, checkpoint_format.target(decision.role, 128)
     if decision.action != "keep" or not weight or not weight.quantized or not target:
@@ -57,7 +61,7 @@ def _as_engines_expect(decision: Decision, checkpoint_format: CheckpointFormat) 
     return target.format == weight.stored_format and not weight.rotation and suffixes <= set(made)
 
 
-def group_advice(decisions: Sequence[Decision], groups: Sequence[int], group: int) -> list[str]:
+def group_advice(decisions: Sequence[AnyDecision], groups: Sequence[int], group: int) -> list[str]:
     """A line about Linears whose K the int4 group does not divide, and a smaller group that would divide them all."""
     columns = {
         matrix.shape[1]
@@ -73,7 +77,7 @@ def group_advice(decisions: Sequence[Decision], groups: Sequence[int], group: in
     return [f"Linears with K = {listed} stay in 16 bits: no multiple of group {group}; {advice}"]
 
 
-def foreign_weights(decisions: Sequence[Decision], checkpoint_format: CheckpointFormat) -> list[str]:
+def foreign_weights(decisions: Sequence[AnyDecision], checkpoint_format: CheckpointFormat) -> list[str]:
     """A line about weights of a quantized source that keep bytes which the new config does not describe."""
     foreign = [
         decision.weight
@@ -91,7 +95,7 @@ def foreign_weights(decisions: Sequence[Decision], checkpoint_format: Checkpoint
     ]
 
 
-def read_elsewhere(decisions: Sequence[Decision], family: ModelFamily) -> list[str]:
+def read_elsewhere(decisions: Sequence[AnyDecision], family: ModelFamily) -> list[str]:
     """Lines about quantized weights that some who load this family cannot read."""
     notes = []
     stacked = next((one for one in decisions if one.index is not None and one.quantized), None)
@@ -100,7 +104,7 @@ def read_elsewhere(decisions: Sequence[Decision], family: ModelFamily) -> list[s
             f"{stacked.names[0]}: its experts are written one by one, as {stacked.quantized[0].module}; who reads them "
             f"only in stacks cannot load them ({family.experts.read_stacked_by}), pack-for-cpu can"
         )
-    made = (part.module for decision in decisions for part in decision.quantized)
+    made = (part.module for decision in firsts(decisions) for part in decision.quantized)
     if turned := next((module for module in made if family.stores_transposed(module)), None):
         notes.append(
             f"{turned}: is a Conv1D in transformers, which loads those in 16 bits only; its codes are stored "
@@ -109,23 +113,31 @@ def read_elsewhere(decisions: Sequence[Decision], family: ModelFamily) -> list[s
     return notes
 
 
-def fused_groups_apart(decisions: Sequence[Decision], family: ModelFamily) -> list[str]:
+def fused_groups_apart(decisions: Sequence[AnyDecision], family: ModelFamily) -> list[str]:
     """One line for each merged layer of which engines would find some parts quantized and others not."""
+    kept = (d for d in decisions if not d.is_quantized)
+    suspects = {layer for d in kept for part in d.parts if not part.is_quantized for layer in _merged(part, d, family)}
     states: dict[str, dict[str, bool]] = {}
-    for decision in decisions:
+    for decision in decisions if suspects else ():
         for part in decision.parts:
-            stem, _, last = part.module.rpartition(".")
-            done = part in decision.quantized
-            for group in (merged.parts for merged in family.merged if last in merged.parts):
-                states.setdefault(f"{stem}.{'/'.join(group)}", {})[last] = done
-            if decision.role == "expert":
-                container = family.experts.container(part.module) or stem.rpartition(".")[0]
-                states.setdefault(container, {})[part.module.removeprefix(f"{container}.")] = done
+            for layer, name in _merged(part, decision, family).items():
+                if layer in suspects:
+                    states.setdefault(layer, {})[name] = part.is_quantized
     return [
         f"{layer}: {_some(parts, True)} quantized but {_some(parts, False)} not; engines merge them and refuse this"
         for layer, parts in states.items()
         if len(set(parts.values())) == 2
     ]
+
+
+def _merged(part: Part, decision: AnyDecision, family: ModelFamily) -> dict[str, str]:
+    """Layers that engines merge this part into, and what it is called there."""
+    stem, _, last = part.module.rpartition(".")
+    layers = {f"{stem}.{'/'.join(merged.parts)}": last for merged in family.merged if last in merged.parts}
+    if decision.role == "expert":
+        container = family.experts.container(part.module) or stem.rpartition(".")[0]
+        layers[container] = part.module.removeprefix(f"{container}.")
+    return layers
 
 
 def _some(parts: Mapping[str, bool], state: bool) -> str:

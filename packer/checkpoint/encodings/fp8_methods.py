@@ -6,9 +6,10 @@ import fnmatch
 from dataclasses import dataclass, replace
 
 from ...families.experts import ExpertSpellings
-from ..declared import Declared, DeclaredNumbers, Fields, everywhere, listed
+from ..declared import Declared, DeclaredNumbers, Fields, Listed, everywhere
 
 ACTIVATIONS = ("dynamic", "static")
+SPELLINGS = ExpertSpellings()
 
 
 def _pair(fields: Fields, key: str) -> tuple[int, int] | None:
@@ -46,11 +47,12 @@ class Fp8Method:
         packed = DeclaredNumbers("float", 4, (1, 32), packing="mxfp4")
 
         def declared(module: str) -> DeclaredNumbers | None:
-            if experts == "fp4" and ExpertSpellings().container(module):
+            if experts == "fp4" and SPELLINGS.container(module):
                 return packed
             return plain
 
-        return lambda module: None if listed(module, skipped) else declared(module)
+        skips = Listed(skipped)
+        return lambda module: None if module in skips else declared(module)
 
 
 SKIP_LISTS = ("modules_to_not_convert", "ignored_layers", "ignore")

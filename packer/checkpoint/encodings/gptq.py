@@ -12,7 +12,7 @@ from tilewright.kernels.errors import SchemeError
 from tilewright.kernels.model_names import HEAD
 from tilewright.kernels.tensors import Reject
 
-from ..declared import Declared, DeclaredNumbers, Fields, QuantMethod, listed
+from ..declared import Declared, DeclaredNumbers, Fields, Listed, QuantMethod
 from ..encoding import StoredWeight, TensorGroup
 from .affine import AffineDecoder, int4_format, layout_id
 from .bits import along_columns, along_rows, packed_words
@@ -92,14 +92,14 @@ class GptqMethod:
             raise fields.fail("bits", "is missing")
         dynamic = fields.inner("dynamic")
         has_head = fields.flag(HEAD, False)
-        skipped = fields.names("modules_to_not_convert")
+        skipped = Listed(fields.names("modules_to_not_convert"))
         fields.absent("pack_dtype" if fields.take("pack_dtype", "int32") != "int32" else "", "rotation", "adapter")
         fields.skip(*HOW_MADE, "quantizer", "meta", "backend", "exllama_config", "use_exllama", "max_input_length")
         overrides = _overrides(dynamic, numbers) if dynamic else []
         fields.close()
 
         def declared(module: str) -> DeclaredNumbers | None:
-            if listed(module, skipped) or (not has_head and module.rpartition(".")[2] == HEAD):
+            if module in skipped or (not has_head and module.rpartition(".")[2] == HEAD):
                 return None
             for pattern, found in overrides:
                 if pattern.match(module):
@@ -173,14 +173,14 @@ class AutoRoundMethod:
         symmetric = fields.flag("sym", True)
         numbers = DeclaredNumbers("int", bits, block, symmetric, packing=AUTO_ROUND_PACKINGS[packing])
         extra = fields.inner("extra_config")
-        skipped = fields.names("modules_to_not_convert")
+        skipped = Listed(fields.names("modules_to_not_convert"))
         fields.skip("act_bits", "act_data_type", "act_group_size", "act_sym", "act_dynamic")
         fields.skip(*AUTO_ROUND_MADE)
         special = {key: _special(extra, key, numbers) for key in extra.remaining()} if extra else {}
         fields.close()
 
         def declared(module: str) -> DeclaredNumbers | None:
-            if listed(module, skipped):
+            if module in skipped:
                 return None
             for key, found in special.items():
                 if key == module or (re.search(r"[*+?\[\]\\^$|()]", key) and re.search(key, module)):

@@ -10,7 +10,7 @@ import torch
 from tilewright.kernels.errors import CheckpointError
 from tilewright.kernels.tensors import Reject
 
-from ..declared import Declared, DeclaredNumbers, Fields, QuantMethod, everywhere, listed
+from ..declared import Declared, DeclaredNumbers, Fields, Listed, QuantMethod, everywhere
 from ..encoding import Decoder, StoredWeight, TensorGroup
 
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
@@ -69,11 +69,12 @@ class HqqMethod:
             raise fields.fail("quant_config", "is missing")
         if "weight_quant_params" in given.remaining():
             return everywhere(_numbers(given), skipped)
+        skips = Listed(skipped)
         apart = {key: _numbers(inner) for key in given.remaining() if (inner := given.inner(key))}
 
         def declared(module: str) -> DeclaredNumbers | None:
             found = [numbers for key, numbers in apart.items() if f".{module}".endswith(f".{key}")]
-            return None if listed(module, skipped) else next(iter(found), None)
+            return None if module in skips else next(iter(found), None)
 
         return declared
 
