@@ -9,38 +9,30 @@ from tilewright import __version__
 from tilewright.kernels.formats import BF16, FORMATS, WeightFormat
 from tilewright.kernels.layouts.base import Layout
 from tilewright.kernels.model_names import KV_B
-from tilewright.kernels.packed.module_spec import PACKED_VERSION, QUANT_METHOD, Gating, ModuleSpec, RankSharding
+from tilewright.kernels.packed.module_spec import PACKED_VERSION, QUANT_METHOD, ModuleSpec, RankSharding
 from tilewright.kernels.tensors import Reject, TensorSpec
 
-from ..checkpoint import detect_weights, quantization_config
-from ..checkpoint.completeness import incomplete
-from ..checkpoint.encoding import StoredWeight
+from ..checkpoint import quantization_config
 from ..checkpoint.files import Checkpoint
-from ..checkpoint.matrices import Matrix, matrices_of
+from ..checkpoint.matrices import Matrix
 from ..checkpoint.packed import is_packed
-from ..families import family_of, unknown_model
 from ..families.config import gating_of, is_tied
-from ..families.family import ModelFamily
-from ..families.parallel import ParallelAxes
 from ..families.roles import KEPT, Role
 from ..garbage import uncollected
-from ..plan import Copy, Fate, Piece, Plan, Source, Task
-from ..quantize.planner import source_specs
+from ..plan import AnyTask, Copy, Fate, Piece, Plan, RepeatedTask, Source, Task
 from ..records.manifest import solver_of
 from .activation_scales import reduced_scale
-from .degrees import Cuttable, Degrees, forbids_cuts
+from .degrees import Cuttable, Degrees
 from .dequantized import dequantizing
-from .groups import Linear, ModuleGroup, group_experts, join_linears, shares_of, split_zero_experts, without_gate
+from .groups import Linear, ModuleGroup, join_linears, shares_of
 from .latent_attention import AbsorbStep, heads_of
 from .sharding import rank_slice_of
+from .source import QUANTIZE_HINT, ExpertLayer, PackSource
 from .steps import PackedPart, PackStep
-from .target import PackTarget, misshapen, scheme_of, source_layout, stored_specs, why_not_rotated
+from .target import PackTarget, scheme_of, source_layout, stored_specs, why_not_rotated
 
 ROUTER = "router: its scores are computed from the plain weight, in the precision that the model asks for"
-SIXTEEN_BITS = ("bf16", "fp16")  # encodings of stacks of experts that are packed
 WHOLE = RankSharding()
-ORDER_HINT = "`quantize-model --experts-order` declares it and writes experts one by one"
-QUANTIZE_HINT = "convert it with `quantize-model` first, which reads it"
 
 
 @uncollected()
@@ -58,59 +50,45 @@ def plan_pack(checkpoint: Checkpoint, target: PackTarget, sharding: RankSharding
     if is_packed(checkpoint):
         hint = "`--unpack` turns it back into the checkpoint that it was made from"
         return Plan({}, (), {}, {}, rejects=(Reject(str(checkpoint.root), "is packed already", hint),))
-    planner = _Planner(checkpoint, target, sharding)
+    return plan_share(PackSource(checkpoint, target), sharding)
+
+
+def plan_share(source: PackSource, sharding: RankSharding) -> Plan:
+    """The same of a source that was looked at: the share of one rank."""
+    planner = _Planner(source, sharding)
     planner.decide()
     return planner.plan()
 
 
 @dataclass
 class _Planner:
-    checkpoint: Checkpoint
-    target: PackTarget
+    source: PackSource
     sharding: RankSharding
     tensors: dict[str, TensorSpec] = field(default_factory=dict)
-    tasks: list[Task] = field(default_factory=list)
+    tasks: list[AnyTask] = field(default_factory=list)
     fates: dict[str, Fate] = field(default_factory=dict)
     modules: dict[str, ModuleSpec] = field(default_factory=dict)
     rejects: list[Reject] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    degrees: Degrees = field(init=False)
     formats: dict[Role, set[str]] = field(default_factory=dict)  # quantized formats found for each role
 
     def __post_init__(self) -> None:
-        self.degrees = Degrees(family_of(self.checkpoint.config), self.checkpoint.config)
-
-    @property
-    def _axes(self) -> ParallelAxes:
-        return family_of(self.checkpoint.config).axes
-
-    @property
-    def _gating(self) -> Gating | None:
-        return gating_of(self.checkpoint.config, family_of(self.checkpoint.config).gate)
+        self.checkpoint, self.target, self.family = self.source.checkpoint, self.source.target, self.source.family
+        self.degrees = Degrees(self.family, self.checkpoint.config)
 
     def decide(self) -> None:
         """Walk through the weights in source order, then through all that is left."""
-        source = self.checkpoint
-        family = family_of(source.config)
-        specs = source_specs(source)
-        inventory = detect_weights(specs, source.config, source.details)
-        self.notes += unknown_model(source.config)
-        self.rejects += [*inventory.rejects, *incomplete(source, family)]
-        matrices = self._matrices(inventory.weights, family)
-        packed = [matrix for matrix in matrices if family.role(matrix.module) in self.target.roles]
-        self.degrees.uncut += forbids_cuts(source.config, specs, packed, family)
-        stacks: dict[str, list[Matrix]] = {}
-        self.rejects += misshapen(matrices, specs)
-        for matrix in matrices:
-            if path := family.experts.find(matrix.module):
-                stacks.setdefault(path.container, []).append(matrix)
-        joined = self._join(matrices, family) if self.target.joins else {}
-        for matrix in matrices:
-            role = family.role(matrix.module)
-            if path := family.experts.find(matrix.module):
-                if members := stacks.pop(path.container, []):
-                    self._pack_experts(path.container, members, family)
-            elif role in self.target.roles or (matrix.stored.quantized and role in {"linear", "other"}):
+        source = self.source
+        self.notes += source.notes
+        self.rejects += source.rejects
+        self.degrees.uncut += source.uncut
+        joined = self._join() if self.target.joins else {}
+        for member in source.members:
+            if isinstance(member, ExpertLayer):
+                self._pack_experts(member)
+                continue
+            matrix, role = member
+            if role in self.target.roles or (matrix.stored.quantized and role in {"linear", "other"}):
                 group = joined.get(matrix.module) or ModuleGroup(matrix.module, ((matrix,),))
                 if matrix is group.experts[0][0]:
                     self._pack([group], role)
@@ -120,30 +98,12 @@ class _Planner:
                 self._dequantize(matrix, KEPT.get(role, role))
             else:
                 self._copy(matrix.stored.tensors, ROUTER if role == "router" else KEPT.get(role, role))
-        self._pack_tied_head([matrix for matrix in matrices if family.role(matrix.module) == "embedding"])
+        self._pack_tied_head([matrix for matrix, role in source.linears if role == "embedding"])
         self.rejects += self.degrees.rejects(self.sharding.tp[1], self.sharding.ep[1])
-        self._copy((name for name in source.files if name not in self.fates), "no weight of a Linear")
+        self._copy([name for name in self.checkpoint.files if name not in self.fates], "no weight of a Linear")
         if not self.modules and not self.rejects:
             reason = f"holds no weight that is packed for {self.target.id}"
-            self.rejects.append(Reject(str(source.root), reason, QUANTIZE_HINT))
-
-    def _matrices(self, weights: list[StoredWeight], family: ModelFamily) -> list[Matrix]:
-        """All matrices, but for stacks that no layout gives back and those whose order of rows nothing tells."""
-        stacks = [weight for weight in weights if len(weight.shape) == 3]
-        if family.experts_order is None:
-            kind = self.checkpoint.config.get("model_type")
-            reason = f"model_type `{kind}` is not known, so it may hold gate over up or up over gate"
-            layers = {str(family.experts.container(weight.module)): weight for weight in reversed(stacks)}
-            self.rejects += [Reject(weight.tensors[0], reason, ORDER_HINT) for weight in layers.values()]
-            weights = [weight for weight in weights if len(weight.shape) == 2]
-        refused = [weight for weight in stacks if weight.encoding not in SIXTEEN_BITS and not weight.layout]
-        for weight in refused:
-            reason = f"experts stacked in one tensor {list(weight.shape)} are not packed"
-            self.rejects.append(Reject(weight.module, reason, QUANTIZE_HINT))
-        weights = [weight for weight in weights if weight not in refused]
-        matrices = matrices_of(weights, self.checkpoint.files, self.checkpoint.config, family)
-        self.rejects += [replace(reject, hint=reject.hint and ORDER_HINT) for reject in matrices.rejects]
-        return matrices.found
+            self.rejects.append(Reject(str(self.checkpoint.root), reason, QUANTIZE_HINT))
 
     def plan(self) -> Plan:
         """The plan of what was decided."""
@@ -182,19 +142,18 @@ class _Planner:
             expert_parallel=self.degrees.expert_parallel(),
         )
 
-    def _join(self, matrices: Iterable[Matrix], family: ModelFamily) -> dict[str, ModuleGroup]:
+    def _join(self) -> dict[str, ModuleGroup]:
         """Module of each Linear that is packed together with others -> their group."""
         linears: dict[str, Linear] = {}
-        for matrix in matrices:
-            is_expert = family.experts.find(matrix.module) is not None  # which is stacked
-            if matrix.alone and not is_expert and family.role(matrix.module) in self.target.roles:
+        for matrix, role in self.source.linears:
+            if matrix.alone and role in self.target.roles:
                 fmt = self._format(matrix)
                 if not isinstance(fmt, Reject):
                     bias = self.checkpoint.spec(matrix.bias).dtype if matrix.bias else None
                     linears[matrix.module] = Linear(matrix, fmt, bias)
         groups: dict[str, ModuleGroup] = {}
         apart: dict[str, list[str]] = {}
-        for found in join_linears(linears, self.sharding, family):
+        for found in join_linears(linears, self.sharding, self.family):
             if isinstance(found, Reject):
                 apart.setdefault(found.reason, []).append(found.name)
             else:
@@ -204,30 +163,29 @@ class _Planner:
             self.notes.append(f"{names[0]}{more} is not joined: {reason}")
         return groups
 
-    def _pack_experts(self, stack: str, matrices: list[Matrix], family: ModelFamily) -> None:
-        matrices, zero = split_zero_experts(matrices, family.experts, self.checkpoint.config)
-        self._copy((name for matrix in zero for name in matrix.stored.tensors), "an expert that computes nothing")
-        if without_gate(matrices, family.experts):
-            self._pack_apart(stack, matrices)
-            return
-        groups = group_experts(stack, matrices, family.experts)
-        if isinstance(groups, Reject):
-            self.rejects.append(groups)
+    def _pack_experts(self, layer: ExpertLayer) -> None:
+        self._copy((name for matrix in layer.idle for name in matrix.stored.tensors), "an expert that computes nothing")
+        if layer.apart:
+            self._pack_apart(layer)
+        elif isinstance(layer.groups, Reject):
+            self.rejects.append(layer.groups)
         else:
-            self._pack(groups, "expert")
+            self._pack(layer.groups, "expert")
             if self.target.reduces_scales:
-                self._reduce_scales(groups)
+                self._reduce_scales(layer.groups)
 
-    def _pack_apart(self, stack: str, matrices: list[Matrix]) -> None:
+    def _pack_apart(self, layer: ExpertLayer) -> None:
         """Pack the matrices of experts without a gate as Linears."""
         undealt = "experts without a gate are packed one by one, and not dealt to ranks"
-        self.degrees.cuttable[Cuttable("", (1, 1), len(matrices) // 2, undealt=undealt)] = stack
-        if not all(matrix.alone for matrix in matrices):
-            self.rejects.append(Reject(stack, "experts without a gate are not packed from stacks", QUANTIZE_HINT))
+        self.degrees.cuttable[Cuttable("", (1, 1), len(layer.apart) // 2, undealt=undealt)] = layer.path
+        if not all(matrix.alone for matrix in layer.apart):
+            reason = "experts without a gate are not packed from stacks"
+            self.rejects.append(Reject(layer.path, reason, QUANTIZE_HINT))
             return
-        for matrix in matrices:
+        for matrix in layer.apart:
             self._pack([ModuleGroup(matrix.module, ((matrix,),))], "expert")
-        self.notes.append(f"{stack}: experts without a gate are packed one by one; load_packed gives each as a Linear")
+        told = "experts without a gate are packed one by one; load_packed gives each as a Linear"
+        self.notes.append(f"{layer.path}: {told}")
 
     def _reduce_scales(self, groups: list[ModuleGroup]) -> None:
         """One static activation scale for each stack, beside those of its experts, which stay as they are."""
@@ -258,7 +216,7 @@ class _Planner:
             spec = self.modules[f"{prefix}.{name}"] = ModuleSpec(layout, made, shape)
             outputs |= {f"{prefix}.{name}.{suffix}": tensor for suffix, tensor in spec.tensors().items()}
         self.tensors |= outputs
-        rank_slice = rank_slice_of(KV_B, self.sharding, self._axes, is_expert=False)
+        rank_slice = rank_slice_of(KV_B, self.sharding, self.family.axes, is_expert=False)
         step = AbsorbStep(prefix, weight, fmt, rank_slice, heads, layout)
         self.tasks.append(Task(weight.sources, tuple(Piece(*output) for output in outputs.items()), step))
         for name in weight.stored.tensors:
@@ -270,9 +228,8 @@ class _Planner:
         config = self.checkpoint.config
         if "head" not in self.target.roles:
             return
-        family = family_of(config)
-        has_one = any(family.role(name.removesuffix(".weight")) == "head" for name in self.checkpoint.files)
-        if has_one or not family.head or "ForCausalLM" not in str(config.get("architectures")):
+        family = self.family
+        if self.source.has_head or not family.head or "ForCausalLM" not in str(config.get("architectures")):
             return
         if is_tied(config) is False:
             hint = "set tie_word_embeddings in config.json if the head is the embedding"
@@ -303,7 +260,7 @@ class _Planner:
         if fmt:
             self.rejects += why_not_rotated(self.target, [group.experts[0][0] for group in groups], fmt)
             self.degrees.add(groups)
-            groups = shares_of(groups, fmt, self.sharding, self._axes)
+            groups = shares_of(groups, fmt, self.sharding, self.family.axes)
         layouts, target = list[Layout](), self.target.fitting(weights[0].stored, self.notes)
         for group in groups:
             layout = target.layout(role, fmt, group.shape, group.parts) if fmt else None
@@ -319,8 +276,7 @@ class _Planner:
             return
         for group, layout in zip(groups, layouts, strict=True):
             self._add_module(group, layout, fmt)
-        for number in groups[0].numbers:
-            self._add_task(groups, layouts, fmt, number)
+        self._add_tasks(groups, layouts, fmt)
         if fmt.has_scales:
             self.formats.setdefault(role, set()).add(fmt.id)
         elif rounds_to := weights[0].stored.rounds_to:
@@ -334,6 +290,7 @@ class _Planner:
         biases = [weight.bias for weight in weights]
         if any(biases) and not all(biases):
             self.rejects.append(Reject(group.name, "some of its parts have a bias and others have none"))
+        gating = gating_of(self.checkpoint.config, self.family.gate)
         spec = ModuleSpec(
             layout,
             fmt,
@@ -346,7 +303,7 @@ class _Planner:
             group.whole if group.whole != group.shape else (),
             group.joined,
             rotation=first.stored.rotation,
-            gating=self._gating if group.stacked and group.parts > 1 else None,
+            gating=gating if group.stacked and group.parts > 1 else None,
             leading=group.leading,
             stack=group.source_stack if stored else None,
         )
@@ -356,20 +313,33 @@ class _Planner:
         held = stored.specs(fmt, first.shape) if stored else {}
         where = f"layout {layout.id}" + (f", joined to {group.name.rpartition('.')[2]}" if group.joined else "")
         fate = Fate("packed", f"{fmt.id} codes in {where}", tuple(outputs))
+        elsewhere = Fate("dropped", "an expert of another rank")
+        mine = group.numbers
         for number, weight in ((number, weight) for number, expert in enumerate(group.experts) for weight in expert):
-            stored_names = weight.stored.companions if weight.alone else ()
-            names = [*weight.stored.tensors, *(name for name in stored_names if name.rpartition(".")[2] in held)]
-            bias = weight.bias
-            if number not in group.numbers:
-                elsewhere = Fate("dropped", "an expert of another rank")
+            names, bias = weight.stored.tensors, weight.bias
+            if weight.alone and weight.stored.companions:
+                names += tuple(name for name in weight.stored.companions if name.rpartition(".")[2] in held)
+            if number in mine:
+                self.fates.update(dict.fromkeys(names, fate))
+                if bias:
+                    self.fates[bias] = Fate("packed", "bias in fp32", (f"{group.name}.bias",))
+            else:
                 for name in (*names, *([bias] if bias else [])):
                     self.fates.setdefault(name, elsewhere)  # a stack also holds experts of this rank
-                continue
-            self.fates.update(dict.fromkeys(names, fate))
-            if bias:
-                self.fates[bias] = Fate("packed", "bias in fp32", (f"{group.name}.bias",))
 
-    def _add_task(self, groups: list[ModuleGroup], layouts: list[Layout], fmt: WeightFormat, number: int) -> None:
+    def _add_tasks(self, groups: list[ModuleGroup], layouts: list[Layout], fmt: WeightFormat) -> None:
+        """The task of a Linear, or those of this rank's experts, most of which are like the first."""
+        inputs, (start, *others) = self.source.inputs(groups), groups[0].numbers
+        first = self._task(groups, layouts, fmt, start)
+        outputs = first.outputs
+        self.tasks.append(first)
+        for number in others:
+            if inputs[number].are_like(inputs[start]):
+                self.tasks.append(RepeatedTask(first, inputs[number].names, outputs, number - start))
+            else:
+                self.tasks.append(self._task(groups, layouts, fmt, number))
+
+    def _task(self, groups: list[ModuleGroup], layouts: list[Layout], fmt: WeightFormat, number: int) -> Task:
         """The task of one expert, or of a Linear."""
         sources: list[Source] = []
         pieces: list[Piece] = []
@@ -386,7 +356,7 @@ class _Planner:
             for suffix, piece in one.tensors().items():
                 offset = (number - group.numbers.start) * piece.nbytes
                 pieces.append(Piece(f"{group.name}.{suffix}", piece, offset))
-        self.tasks.append(Task(tuple(sources), tuple(pieces), PackStep(tuple(parts))))
+        return Task(tuple(sources), tuple(pieces), PackStep(tuple(parts)))
 
     def _dequantize(self, matrix: Matrix, reason: str) -> None:
         task, fates = dequantizing(matrix, reason)

@@ -104,6 +104,7 @@ class RepeatedDecision:
     matrix: Matrix
     naming: Naming
     bias: str | None = None
+    index: int | None = None
 
     @property
     def role(self) -> Role:
@@ -142,11 +143,6 @@ class RepeatedDecision:
         module = self.naming.of_canonical(self.matrix.module)
         scale = part.input_scale and (self.naming.input_scale(module), part.input_scale[1])
         return (Part(module, part.rows, part.target, scale),)
-
-    @property
-    def index(self) -> int | None:
-        """See `Decision`."""
-        return None
 
     @property
     def quantized(self) -> tuple[Part, ...]:
@@ -197,7 +193,7 @@ class Decider:
         self._exclude = [Pattern(text) for text in self.options.exclude]
         self._include = [Pattern(text) for text in self.options.include]
         self._kinds: dict[tuple[Any, ...], Decision] = {}
-        self._roles: dict[int, Role] = {}
+        self._roles: dict[int | None, Role] = {}
 
     def decide(self, inventory: Inventory, specs: Mapping[str, TensorSpec]) -> list[AnyDecision]:
         """One decision per matrix, expert of a stack, and loose tensor, in source order."""
@@ -257,16 +253,14 @@ class Decider:
         if dropped := self._dropped(weight.tensors[0], role):
             return Decision(role, "drop", dropped, (*weight.tensors, *weight.companions))
         chosen = self._patterns(matrix)
-        texts = [pattern and pattern.text for pattern in chosen]
-        key = (weight.kind, *texts, weight.tensors[0] in self.mtp)
+        key = (weight.kind, *(pattern and pattern.text for pattern in chosen), weight.tensors[0] in self.mtp)
         if first := self._kinds.get(key):
             return RepeatedDecision(first, matrix, self.naming)
         refused = len(self.rejects)
         decision = self._decide(matrix, role, chosen)
         if weight.kind is None or weight.companions or len(self.rejects) > refused:
             return decision
-        self._kinds[key] = replace(decision, repeats=True)
-        return self._kinds[key]
+        return self._kinds.setdefault(key, replace(decision, repeats=True))
 
     def _decide(self, matrix: Matrix, role: Role, chosen: Chosen) -> Decision:
         weight = matrix.stored
@@ -282,9 +276,7 @@ class Decider:
     def _role(self, matrix: Matrix) -> Role:
         """The role of a matrix, which numbers in its name do not change."""
         kind = matrix.stored.kind
-        if kind is None:
-            return self.family.role(matrix.module)
-        if kind not in self._roles:
+        if kind is None or kind not in self._roles:
             self._roles[kind] = self.family.role(matrix.module)
         return self._roles[kind]
 
