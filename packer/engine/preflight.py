@@ -136,9 +136,9 @@ def _check_consistency(plan: Plan, checkpoint: Checkpoint) -> None:
     """Errors of a planner, not of a user: nothing may disappear, overlap or come from nowhere."""
     if plan.rejects:
         return  # it need not be complete
-    wrong = [f"{name}: no fate" for name in checkpoint.files if name not in plan.fates]
-    wrong += [f"{name}: a fate, but not in the source" for name in plan.fates if name not in checkpoint.files]
-    for name, fate in plan.fates.items():
+    wrong = [f"{name}: no fate" for name in checkpoint.files.keys() - plan.fates.keys()]
+    wrong += [f"{name}: a fate, but not in the source" for name in plan.fates.keys() - checkpoint.files.keys()]
+    for fate, name in {id(fate): (fate, name) for name, fate in plan.fates.items()}.values():
         known = [output for output in fate.outputs if output in plan.tensors]
         if len(known) != len(fate.outputs) or bool(known) == (fate.kind == "dropped"):
             wrong.append(f"{name}: {fate.kind} feeds {fate.outputs}")

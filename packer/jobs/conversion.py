@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,16 @@ class ConversionOutput:
 
     Attributes:
         path: The directory.
-        summary: What was done, or would be, in figures.
+        figures: Works out the summary. Only that of the first of many ranks is shown, unless all are asked for.
     """
 
     path: Path
-    summary: Summary
+    figures: Callable[[], Summary] = field(repr=False)
+
+    @cached_property
+    def summary(self) -> Summary:
+        """What was done, or would be, in figures."""
+        return self.figures()
 
 
 @dataclass(frozen=True)
@@ -125,5 +131,7 @@ class Run:
         """What there is to say about it; `timed` estimates how long a plan will take, by a short measurement."""
         if dry_run and job.shortage:
             self.tell([str(job.shortage)])
-        outputs = tuple(ConversionOutput(one.directory, summarize(job, one, timed=timed)) for one in job.destinations)
+        outputs = tuple(
+            ConversionOutput(one.directory, partial(summarize, job, one, timed=timed)) for one in job.destinations
+        )
         return ConversionResult(outputs, dry_run, tuple(self.notes), time.monotonic() - self.began, loss)
