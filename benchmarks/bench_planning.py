@@ -2,9 +2,9 @@
 
     python benchmarks/bench_planning.py --experts 384 --layers 61
 
-Writes the headers of a mixture of experts in block FP8 with the sizes of a model of one terabyte (139,583 tensors), then
-runs each command with `--dry-run` in a process of its own, Python and `import torch` included. CPU-seconds are those of
-user and system by `os.times`, the peak is `VmHWM` of /proc/self/status.
+Writes the headers of a mixture of experts in block FP8 with the sizes of a model of one terabyte (139,583 tensors).
+Then it runs each command with `--dry-run` in a process of its own, Python and `import torch` included. CPU-seconds are
+those of user and system by `os.times`, the peak is `VmHWM` of /proc/self/status.
 """
 
 from __future__ import annotations
