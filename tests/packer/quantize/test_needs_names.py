@@ -141,7 +141,8 @@ def test_rows_79_and_80_exactly_one_block_at_the_top(make_checkpoint: Make, plan
 
 
 def test_row_80_stale_metadata_files_are_not_copied(make_checkpoint: Make, tmp_path: Any) -> None:
-    source = make_checkpoint({f"{LAYER}.mlp.up_proj.weight": normal(128, 128)})
+    names = ("mlp.up_proj", *(f"mlp.experts.0.{kind}_proj" for kind in ("gate", "up", "down")))
+    source = make_checkpoint({f"{LAYER}.{name}.weight": normal(128, 128) for name in names})
     for name in ("hf_quant_config.json", "quant_cfg.json", "chat_template.jinja"):
         (source.root / name).write_text("{}")
     checkpoint = open_checkpoint(source.root)
@@ -155,7 +156,8 @@ def test_row_80_stale_metadata_files_are_not_copied(make_checkpoint: Make, tmp_p
 
 
 def test_w4afp8_refuses_excluded_linears(make_checkpoint: Make, plan: Make) -> None:
-    tensors = {f"{LAYER}.self_attn.{p}_proj.weight": normal(256, 256) for p in "qkvo"}
+    names = [*(f"self_attn.{p}" for p in "qkvo"), *(f"mlp.experts.0.{kind}" for kind in ("gate", "up", "down"))]
+    tensors = {f"{LAYER}.{name}_proj.weight": normal(256, 256) for name in names}
     made = plan(make_checkpoint(tensors), "w4afp8", exclude=("o_proj",))
     (reject,) = made.rejects
     assert reject.name == f"{LAYER}.self_attn.o_proj.weight"
