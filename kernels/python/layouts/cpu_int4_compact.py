@@ -62,7 +62,8 @@ class CpuInt4Compact:
         """The exact inverse of `pack`."""
         check_tensors(self.id, tensors, self.specs(fmt, shape, parts))
         weight = tensors["weight"]
-        scales = weight[..., :SCALE_BYTES].contiguous().view(torch.bfloat16).to(torch.float32)
+        stored = weight[..., :SCALE_BYTES].contiguous().view(torch.bfloat16)
+        scales = stored.to(torch.float32, memory_format=torch.contiguous_format)
         codes = codes_of(weight[..., SCALE_BYTES:].contiguous().view(torch.int32))
         *_, n, k = shape
         return QTensor(fmt, crop(codes, n, parts, k), crop(by_row(scales), n, parts, fmt.scale_columns(k)), parts=parts)
