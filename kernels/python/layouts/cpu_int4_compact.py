@@ -63,10 +63,11 @@ class CpuInt4Compact:
         check_tensors(self.id, tensors, self.specs(fmt, shape, parts))
         weight = tensors["weight"]
         stored = weight[..., :SCALE_BYTES].contiguous().view(torch.bfloat16)
-        scales = stored.to(torch.float32, memory_format=torch.contiguous_format)
         codes = codes_of(weight[..., SCALE_BYTES:].contiguous().view(torch.int32))
         *_, n, k = shape
-        return QTensor(fmt, crop(codes, n, parts, k), crop(by_row(scales), n, parts, fmt.scale_columns(k)), parts=parts)
+        scales = crop(by_row(stored), n, parts, fmt.scale_columns(k))
+        scales = scales.to(torch.float32, memory_format=torch.contiguous_format)
+        return QTensor(fmt, crop(codes, n, parts, k), scales, parts=parts)
 
 
 CPU_INT4_COMPACT = CpuInt4Compact()
