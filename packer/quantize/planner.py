@@ -64,6 +64,9 @@ def plan_quantize(checkpoint: Checkpoint, options: QuantizeOptions, device: str 
     notes = [*decider.notes, *fused_groups_apart(decisions, family), *foreign_weights(decisions, checkpoint_format)]
     notes += rotation_advice(decisions)
     notes += group_advice(decisions, SCHEMES[options.scheme].groups, chosen["group_size"])
+    if checkpoint_format.expert != checkpoint_format.linear and not any(one.role == "expert" for one in decisions):
+        kind = f"--scheme {options.scheme} is for routed experts, and there are no routed experts in this model"
+        notes.append(f"{kind}: --scheme block-fp8 says what it is")
     coverage = coverage_of(decisions, specs)
     notes += [*unknown_model(checkpoint.config), *coverage.notes(), *read_elsewhere(decisions, family)]
     rejects = [
@@ -114,9 +117,6 @@ def _refusals(
         rejects.append(
             Reject(checkpoint.root.name, reason, "other models hold their MTP layer under names of their own")
         )
-    elif checkpoint_format.expert != checkpoint_format.linear and not any(one.role == "expert" for one in decisions):
-        reason = f"--scheme {options.scheme} is for routed experts, and there are no routed experts in this model"
-        rejects.append(Reject(checkpoint.root.name, reason, "--scheme block-fp8 quantizes a dense model"))
     elif not any(decision.quantized for decision in decisions):
         reason = "nothing would be quantized: no Linear that a rule knows is left"
         rejects.append(Reject(checkpoint.root.name, reason, "see --dry-run for what became of each tensor"))

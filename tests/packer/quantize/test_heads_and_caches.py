@@ -137,6 +137,5 @@ def test_other_scales_keep_their_names(name: str) -> None:
 
 def test_w4afp8_of_a_dense_model_names_block_fp8(tmp_path: Path) -> None:
     source = write(tmp_path / "source", "llama")
-    with pytest.raises(tilewright.TilewrightError, match="no routed experts") as caught:
-        tilewright.quantize(source, tmp_path / "out", "w4afp8", progress=Silent())
-    assert "block-fp8" in str(caught.value)
+    notes = tilewright.quantize(source, tmp_path / "out", "w4afp8", progress=Silent()).notes
+    assert any("no routed experts" in note and "block-fp8" in note for note in notes)
