@@ -139,7 +139,7 @@ DENSE: tuple[Family, ...] = (
             "eos_token_id": None,
         },
         title="GPT-2",
-        refused={"transformers": "block-fp8: RuntimeError"},
+        refused={"transformers": "block-fp8|int4"},
     ),
     dense(
         "gpt_neox",
