@@ -100,8 +100,8 @@ class Placing:
     def place_experts(self) -> None:
         """Put packed routed experts where modules compute what they compute."""
         renaming = Renaming(self.model)
-        stacks = {name.rpartition(".")[0] for name, spec in self.packed.specs.items() if len(spec.shape) == 3}
-        for name in sorted(stacks):
+        stacks = [name for name, spec in self.packed.specs.items() if len(spec.shape) == 3]
+        for name in sorted({name.rpartition(".")[0] for name in stacks if name.endswith((f".{UPPER}", f".{LOWER}"))}):
             if name not in self.packed.experts:
                 self.packed.build_experts(name, Gating("silu"))  # says what is wrong
             path = self._experts_path(name, renaming)

@@ -15,7 +15,7 @@ from tilewright.packer.solvers.blocks import block_amax_formula, encode_formula,
 from tilewright.packer.solvers.mse import squared_error_formula
 
 ISAS = [status.name for status in ops.kernel_report() if status.available and not status.name.startswith("amx")]
-SCALED = [fmt for fmt in FORMATS.values() if fmt.has_scales]
+SCALED = [fmt for fmt in FORMATS.values() if fmt.native]  # that the native operators know
 SHAPES = [(3, 96), (129, 256), (2, 4096 + 128), (257, 64)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tilewright.kernels.formats import BF16, FORMATS, FP8, INT4_G32, INT4_G128, INT8, WeightFormat
+from tilewright.kernels.formats import BF16, FORMATS, FP8, INT4_G32, INT4_G128, INT8, MXFP4, WeightFormat
 from tilewright.kernels.tensors import QTensor
 from tilewright.packer.checkpoint.contents import Contents, LogicalTensor
 from tilewright.packer.solvers import SOLVERS
@@ -37,9 +37,16 @@ def rtn(weight: torch.Tensor, fmt: WeightFormat, target: float | None = None) ->
             block = weight[rows, columns].double()
             if block.abs().max() > 0:
                 scales[i, j] = (block.abs().max() / (target or fmt.qmax)).float().clamp_min(2.0**-126)
+                if fmt is MXFP4:  # the largest magnitude lies below 1.75 times the power of two that becomes 4
+                    mantissa, exponent = math.frexp(float(block.abs().max()))
+                    scales[i, j] = max(2.0 ** (exponent - (mantissa < 0.875) - 2), 2.0**-127)
             codes[rows, columns] = block / scales[i, j].double()
     if fmt is FP8:
         return QTensor(fmt, codes.clamp(-448, 448).float().to(torch.float8_e4m3fn), scales)
+    if fmt is MXFP4:
+        grid = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+        nearest = (codes.abs().unsqueeze(-1) - grid).abs().argmin(-1)
+        return QTensor(fmt, (nearest + 8 * (codes < 0)).to(torch.uint8), scales)
     return QTensor(fmt, (codes.round().clamp(-fmt.qmax, fmt.qmax) + fmt.zero_point).to(fmt.code_dtype), scales)
 
 
@@ -97,7 +104,7 @@ def test_other_sound_scales_pass(fmt: WeightFormat) -> None:
             assert coded_error(weight, QTensor(fmt, q.codes, scales), exact=False).sound
 
 
-@pytest.mark.parametrize("fmt", SCALED, ids=lambda fmt: fmt.id)
+@pytest.mark.parametrize("fmt", [fmt for fmt in SCALED if fmt is not MXFP4], ids=lambda fmt: fmt.id)  # powers of two
 @pytest.mark.parametrize("up", [False, True])
 def test_the_worst_rounding_of_scales_passes(fmt: WeightFormat, up: bool) -> None:
     """Every scale lies almost half-way between two bf16 numbers, and most values half-way between two codes."""
