@@ -33,6 +33,9 @@ def release_module(name: str) -> ModuleType:
     return module
 
 
+pytestmark = pytest.mark.xdist_group("packaging")  # wheels are made in one build folder
+
+
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")

@@ -35,6 +35,7 @@ from .writer import FileWriter
 
 ATTEMPT = ".attempt-"  # in names of files that a worker may still be writing
 ATTEMPTS = 5  # workers or machines that may be lost over one file
+STOPPING = 10  # seconds that workers have to end after a failure
 LOOKING = 60  # seconds in which every machine has to answer whether it sees the files
 
 
@@ -124,6 +125,8 @@ class ClusterRun:
         finally:
             for future in self._running:
                 ray.cancel(future, force=True)
+            if self._running:  # a worker may only just have begun its file
+                ray.wait(list(self._running), num_returns=len(self._running), timeout=STOPPING)
             if joined:
                 ray.shutdown()
             self._remove_attempts()

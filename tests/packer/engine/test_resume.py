@@ -60,7 +60,9 @@ class Tripwire:
                 tripped = self.count == self._at
             if tripped:
                 if name in {"write", "pwrite"} and len(args[1]) > 1:
-                    real(args[0], bytes(args[1])[: len(args[1]) // 2], *args[2:])
+                    written = real(args[0], bytes(args[1])[: len(args[1]) // 2], *args[2:])
+                    self._trip()
+                    return written
                 self._trip()
             return real(*args, **kwargs)
 
