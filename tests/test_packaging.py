@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import importlib.metadata
 import importlib.util
 import os
@@ -12,6 +14,7 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -33,7 +36,13 @@ def release_module(name: str) -> ModuleType:
     return module
 
 
-pytestmark = pytest.mark.xdist_group("packaging")  # wheels are made in one build folder
+@contextlib.contextmanager
+def build_folder() -> Iterator[None]:
+    """Processes that share the tests take turns in the build folder of the editable install."""
+    (ROOT / "build").mkdir(exist_ok=True)
+    with (ROOT / "build" / ".turn").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +50,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--disable-pip-version-check", "--no-build-isolation"]
     options = ["--no-deps", "-w", str(out), str(ROOT)]  # over what the editable install has compiled
-    subprocess.run([*command, *options], check=True, capture_output=True, text=True)
+    with build_folder():
+        subprocess.run([*command, *options], check=True, capture_output=True, text=True)
     return next(out.glob("*.whl"))
 
 
@@ -157,7 +167,8 @@ def test_library_links_for_old_systems(tmp_path: Path) -> None:
     sources = [str(ROOT / "release" / "glibc_2_28.cpp"), f"-Wl,--version-script={ROOT / 'release' / 'hidden.map'}"]
     torch_library = f"-L{Path(torch.__file__).parent / 'lib'}"
     command = [compiler, "-std=c++20", "-O2", "-fPIC", "-shared", "-o", str(library), *sources, *objects]
-    subprocess.run([*command, torch_library, "-ltorch_cpu"], check=True, capture_output=True, text=True)
+    with build_folder():
+        subprocess.run([*command, torch_library, "-ltorch_cpu"], check=True, capture_output=True, text=True)
     symbols = subprocess.run(["objdump", "-T", str(library)], check=True, capture_output=True, text=True).stdout
     newest = {"GLIBC": (2, 28), "GLIBCXX": (3, 4, 25), "CXXABI": (1, 3, 11)}  # of manylinux_2_28
     for name, version in re.findall(r"\((GLIBC|GLIBCXX|CXXABI)_([\d.]+)\)", symbols):

@@ -6,6 +6,7 @@ instruction set of this machine takes part, AMX on emulated tiles.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -53,9 +54,12 @@ def environment() -> dict[str, str]:
     variables |= {"CMAKE_CXX_COMPILER": compiler}
     configure = [cmake, "-S", str(ROOT), "-B", str(build), "-G", "Ninja"]
     configure += [f"-D{name}={value}" for name, value in variables.items()]
-    for command in (configure, [cmake, "--build", str(build)]):
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+    build.mkdir(parents=True, exist_ok=True)
+    with (build / ".turn").open("w") as turn:  # processes that share the tests build it once
+        fcntl.flock(turn, fcntl.LOCK_EX)
+        for command in (configure, [cmake, "--build", str(build)]):
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stdout + done.stderr
     return os.environ | {
         "SANITIZED_LIBRARY": str(build / "_C.so"),
         "PYTHONPATH": str(HERE),
