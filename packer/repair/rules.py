@@ -79,10 +79,11 @@ def identify(draft: Draft) -> Candidate | None:
     the keys of its quantization config; without these, the one whose names most of the scales have.
     """
     block = draft.block or quantization_config(draft.config)
-    named = _method(block)
+    known, specs = candidates(), draft.specs
+    named = _method(block, known)
     best: tuple[tuple[bool, int, int, int], Candidate] | None = None
-    for candidate in candidates():
-        weights = list(quantized_weights(draft.specs, candidate.storages))
+    for candidate in known:
+        weights = list(quantized_weights(specs, candidate.storages))
         keys = len(block.keys() & candidate.block(()).keys())
         rank = (candidate.method == named, len(weights), keys, sum(weight.is_right for weight in weights))
         if weights and (best is None or rank > best[0]):
@@ -90,11 +91,11 @@ def identify(draft: Draft) -> Candidate | None:
     return best[1] if best else None
 
 
-def _method(block: Any) -> str:
+def _method(block: Any, known: Sequence[Candidate]) -> str:
     """The `quant_method` as it should be spelled."""
     text = str(block.get("quant_method") or "").lower().replace("_", "-")
-    known = {candidate.method.replace("_", "-"): candidate.method for candidate in candidates()}
-    return known.get(text, "")
+    spelled = {candidate.method.replace("_", "-"): candidate.method for candidate in known}
+    return spelled.get(text, "")
 
 
 def check_index(draft: Draft, problem: str | None) -> None:
@@ -129,9 +130,11 @@ def check_config(draft: Draft, candidate: Candidate) -> None:
     """The quantization config stands where engines look for it, under their names, with all keys that they need."""
     said = quantization_config(draft.config)
     method, readers = candidate.method, _readers(candidate.method)
-    right = candidate.block(unquantized_paths(draft.specs, _with(draft.config, candidate.block(()))))
+    right = candidate.block(())
     if not said:
-        draft.config["quantization_config"] = right
+        draft.config["quantization_config"] = candidate.block(
+            unquantized_paths(draft.specs, _with(draft.config, right))
+        )
         problem = f"the weights are {method} and no quantization config says so"
         draft.found(CONFIG, "config-keys", readers, problem, f"`quantization_config` of {method}")
         return
